@@ -154,7 +154,7 @@ def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = 
     layers = model.stored.pages if model.stored else [each * sparse for sparse in model.moe_layers]
     experts = model.experts.num_experts * sum(layers)
     kept = costs.keeps_stored(model, dtype, discrete=False)
-    weights = costs.dense_bytes(model, dtype, kept=kept) + touched * experts
+    weights = costs.dense_bytes(model, dtype, as_stored=kept) + touched * experts
     prompt_tokens = sum(map(len, work.prompts[:batch]))
     decode_s = max(alive * flops / roof["bf16_flops"], weights / roof["read_bytes_per_s"])
     passes = (work.tokens(batch) - batch) / alive

@@ -143,7 +143,7 @@ class Card:
             self.source,
             self.machine,
             hw=args.hw,
-            host_memory=parse_bytes(args.host_memory, what="--host-memory") if args.host_memory else None,
+            host_memory=parse_bytes(args.host_memory, label="--host-memory") if args.host_memory else None,
             device_memory=cap - self.context_bytes,
             batch_size=args.batch_size,
             micro_batch_size=args.micro_batch_size,
@@ -312,7 +312,7 @@ def _layers(args: argparse.Namespace) -> int:
     """As many of mixtral-8x7b's as host memory holds beside `ROOM_BESIDE_WEIGHTS`."""
     config = scaled_config("mixtral-8x7b")
     layer = 2 * 3 * config["hidden_size"] * config["intermediate_size"] * config["num_local_experts"]
-    host = parse_bytes(args.host_memory, what="--host-memory") if args.host_memory else available_bytes()
+    host = parse_bytes(args.host_memory, label="--host-memory") if args.host_memory else available_bytes()
     fits = max(2, (host - ROOM_BESIDE_WEIGHTS) // layer)
     return int(args.layers or min(config["num_hidden_layers"], fits))
 
@@ -414,7 +414,7 @@ def main() -> int:
             loaded_model.PageReader = RandomPages  # type: ignore[misc]
         try:
             card = Card(args, scratch)
-            for cap in (parse_bytes(text, what="--caps") for text in args.caps):
+            for cap in (parse_bytes(text, label="--caps") for text in args.caps):
                 for name in args.contestants:
                     if card.left_s > 0:
                         rows.append(card.measure(name, cap))

@@ -369,7 +369,7 @@ def main() -> int:
     out, model = options.pop("out"), options.pop("model")
     writing = {name: options.pop(name) for name in ("dtype", "fused", "seed", "hollow")}
     try:
-        shard_size = parse_bytes(options.pop("shard_size"), what="--shard-size")
+        shard_size = parse_bytes(options.pop("shard_size"), label="--shard-size")
         written = make_checkpoint(out, scaled_config(model, **options), shard_size=shard_size, **writing)
     except (UserError, OSError) as error:
         print(f"make_checkpoint: {error}", file=sys.stderr)

@@ -59,7 +59,7 @@ class ReturningWorker(EngineWorker):
         return EnginePlan(
             node="here",
             pid=os.getpid(),
-            why="it returns what it is given",
+            summary="it returns what it is given",
             batch_rows=8192,
             tokens_per_s=1e6,
             binding="cpu",
@@ -203,7 +203,7 @@ class SleepingWorker(EngineWorker):
         return EnginePlan(
             node="here",
             pid=os.getpid(),
-            why="it sleeps",
+            summary="it sleeps",
             batch_rows=self.BATCH,
             tokens_per_s=self.BATCH * 10 / (self.PASS_S * self.PASSES),
             binding="cpu",

@@ -25,7 +25,7 @@ def run(setting: Setting) -> dict[str, Any]:
     """The limited runs by batch size, and whether each gave the tokens of the resident one."""
     model, options = setting.ring, setting.options
     files, base = sorted(model.glob("*.safetensors")), measure_base()
-    limit = parse_bytes(options["ring_memory"], what="--ring-memory")
+    limit = parse_bytes(options["ring_memory"], label="--ring-memory")
     memory, batches = int((limit - base) / PLAN_SLACK), sorted(options["ring_batches"])
     count = max(batches)
     lengths, new = [options["disk_prompt"]] * count, [options["disk_new"]] * count

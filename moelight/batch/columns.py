@@ -45,27 +45,27 @@ class CsvRecords:
             except StopIteration:
                 return
             except csv.Error as error:
-                found = self._recovered(str(error))
-                if found.error or _filled(found.values):
-                    yield found
+                record = self._recovered(str(error))
+                if record.error or _filled(record.values):
+                    yield record
                 continue
             if _filled(values):
                 yield Record(self._lines.record[0][0], values)
 
-    def _recovered(self, why: str) -> Record:
+    def _recovered(self, reason: str) -> Record:
         """Parse the first line of an unreadable record alone, loosely, but with no quote left open."""
         first, text = self._lines.record[0]
         if len(self._lines.record) > 1:
             self._lines.unread()
         if text is None:
-            return Record(first, [], why)
+            return Record(first, [], reason)
         alone = iter((text, ""))  # the parser takes the second line if the first ends within quotes
         try:
             values = next(csv.reader(alone, delimiter=self._delimiter))
         except csv.Error as error:
             return Record(first, [], str(error))
         left_open = next(alone, None) is None
-        return Record(first, values[:-1], why) if left_open else Record(first, values)
+        return Record(first, values[:-1], reason) if left_open else Record(first, values)
 
 
 def _filled(values: list[str]) -> bool:
@@ -143,29 +143,29 @@ class _TableReader(Input):
     def choose(self, names: Sequence[str]) -> None:
         """Set ``fields`` and ``told`` for a table with columns ``names``; raises InputError if there is no prompt."""
         prompt, custom_id = self._context.prompt_column, self._context.id_column
-        there = f"(there are {_some(names) or 'none'})"
+        listing = f"(there are {_some(names) or 'none'})"
 
         def need(column: str | None) -> None:
             if column is not None and column not in names:
-                raise self._source.refusal(f"no column {column!r}{did_you_mean(column, names)} {there}")
+                raise self._source.refusal(f"no column {column!r}{did_you_mean(column, names)} {listing}")
 
         need(prompt)
-        found = {each: each for each in (*PROMPT_FIELDS, *SAMPLING_FIELDS) if each in names}
+        columns = {name: name for name in (*PROMPT_FIELDS, *SAMPLING_FIELDS) if name in names}
         if prompt is not None:
-            found = {each: each for each in found if each not in PROMPT_FIELDS}
-            found[prompt if prompt in PROMPT_FIELDS else "prompt"] = prompt
-        elif not any(each in found for each in PROMPT_FIELDS):
-            raise self._source.refusal(f"no column prompt or messages; name it with --prompt-column {there}")
+            columns = {name: name for name in columns if name not in PROMPT_FIELDS}
+            columns[prompt if prompt in PROMPT_FIELDS else "prompt"] = prompt
+        elif not any(name in columns for name in PROMPT_FIELDS):
+            raise self._source.refusal(f"no column prompt or messages; name it with --prompt-column {listing}")
         need(custom_id)
-        custom_id = custom_id or next((each for each in _ID_COLUMNS if each in names), None)
-        if custom_id is not None and custom_id not in found.values():
-            found["custom_id"] = custom_id
-        for each in sorted(set(names)):
-            if each in found.values() and names.count(each) > 1:
-                raise self._source.refusal(f"there are two columns {each!r}")
-        left = [each for each in names if each not in found.values()]
-        self.fields = found
-        self.told = f"; columns {', '.join(found.values())}" + (f"; not read: {_some(left)}" if left else "")
+        custom_id = custom_id or next((name for name in _ID_COLUMNS if name in names), None)
+        if custom_id is not None and custom_id not in columns.values():
+            columns["custom_id"] = custom_id
+        for name in sorted(set(names)):
+            if name in columns.values() and names.count(name) > 1:
+                raise self._source.refusal(f"there are two columns {name!r}")
+        left = [name for name in names if name not in columns.values()]
+        self.fields = columns
+        self.told = f"; columns {', '.join(columns.values())}" + (f"; not read: {_some(left)}" if left else "")
 
 
 class CsvReader(_TableReader):
@@ -206,17 +206,17 @@ class CsvReader(_TableReader):
                 yield self._row(record, number)
 
     def _row(self, record: Record, number: int) -> Row | BadRow:
-        line, given, error = record
-        place = self._places.get("custom_id", len(given))
-        custom_id = given[place] or None if place < len(given) else None
+        line, cells, error = record
+        column = self._places.get("custom_id", len(cells))
+        custom_id = cells[column] or None if column < len(cells) else None
         try:
             if error:
                 raise InputError(f"not CSV: {error}", code="invalid_csv")
-            if len(given) != len(self._header):
+            if len(cells) != len(self._header):
                 raise InputError(
-                    f"{len(given)} values where the header has {len(self._header)} columns", code="invalid_csv"
+                    f"{len(cells)} values where the header has {len(self._header)} columns", code="invalid_csv"
                 )
-            values = {name: _value(name, given[at]) for name, at in self._places.items() if given[at]}
+            values = {name: _value(name, cells[at]) for name, at in self._places.items() if cells[at]}
         except (InputError, RecursionError) as refusal:
             return bad_row(number, line, custom_id, refusal)
         return read_values(values, number, line, self._samplings)
@@ -264,21 +264,21 @@ class ParquetReader(_TableReader):
     def _row(self, values: dict[str, Any], number: int) -> Row | BadRow:
         """The row of ``values``, pyarrow scalars by field."""
         line = number + 1
-        given: dict[str, Any] = {}
+        cells: dict[str, Any] = {}
         custom_id = None
         try:
             # The id is read first, so that an error row has it.
-            for name in sorted(values, key=lambda each: each != "custom_id"):
+            for name in sorted(values, key=lambda key: key != "custom_id"):
                 value = _plain(name, values[name])
                 if name == "custom_id":
                     value = custom_id = str(value) if isinstance(value, int) else value
                 if value is not None:
-                    given[name] = value
-            if isinstance(given.get("messages"), str):
-                given["messages"] = _value("messages", given["messages"])
+                    cells[name] = value
+            if isinstance(cells.get("messages"), str):
+                cells["messages"] = _value("messages", cells["messages"])
         except (InputError, RecursionError) as error:
             return bad_row(number, line, custom_id if isinstance(custom_id, str) else None, error)
-        return read_values(given, number, line, self._samplings)
+        return read_values(cells, number, line, self._samplings)
 
 
 def _open_parquet(file: io.BufferedReader, source: InputSource) -> Any:
@@ -286,8 +286,8 @@ def _open_parquet(file: io.BufferedReader, source: InputSource) -> Any:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        why = "reading Parquet needs pyarrow; install it with: pip install 'moelight[parquet]'"
-        raise source.refusal(why) from None
+        message = "reading Parquet needs pyarrow; install it with: pip install 'moelight[parquet]'"
+        raise source.refusal(message) from None
     try:
         return ParquetFile(file)
     except (ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: from a column's name

@@ -122,7 +122,7 @@ def compare_models(options: CompareOptions, progress: Progress = lambda *_: None
 def read_prompts(options: CompareOptions, context: int) -> list[tuple[int, ...]]:
     """Token ids of all prompts, the same for both models."""
     ours, theirs = (Tokenizer.of(open_model(name).directory) for name in (options.reference, options.model))
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     context_of_rows = RowContext(models=ModelNames(ignore=True))  # two models read them
     with open_input(options.prompts, context_of_rows, format=options.format) as source:
         for row in source.rows():
@@ -143,8 +143,8 @@ def read_prompts(options: CompareOptions, context: int) -> list[tuple[int, ...]]
             for tokens in both[0]:
                 if not 2 <= len(tokens) <= context:
                     raise InputError(f"{where}: {len(tokens)} tokens, and 2 to {context} can be compared")
-            found += both[0]
-    return found
+            result += both[0]
+    return result
 
 
 def score_all(
@@ -167,8 +167,8 @@ def score_all(
         gen_len=1,
     )
     progress(0)
-    numbers = {"kv_dtype": kv_dtype, "activations": activations}
-    how: dict[str, Any] = {"workload": workload, "prefix_caching": False, **numbers}
+    dtypes = {"kv_dtype": kv_dtype, "activations": activations}
+    how: dict[str, Any] = {"workload": workload, "prefix_caching": False, **dtypes}
     with Engine.from_pretrained(model, **how, **options.planning) as engine:
         for request in requests:
             engine.check(request)
@@ -216,14 +216,14 @@ class _Distributions:
             self._reference_loss[places] = _losses(logprobs, self._targets[places])
             self._likeliest[places] = logprobs.argmax(1).numpy()
             if self._whole:
-                kept, self._mass[places] = logprobs, 1.0
+                stored, self._mass[places] = logprobs, 1.0
             else:
                 values, ids = logprobs.topk(self._kept, dim=1)
                 self._mass[places] = values.double().exp().sum(1).numpy()
-                kept = torch.cat([values, ids.int().view(torch.float32)], dim=1)
+                stored = torch.cat([values, ids.int().view(torch.float32)], dim=1)
             try:
-                for place, row in zip(places, kept.contiguous().numpy(), strict=True):
-                    _write_row(self._file.fileno(), row.data.cast("B"), int(place) * self._row_bytes)
+                for position, row in zip(places, stored.contiguous().numpy(), strict=True):
+                    _write_row(self._file.fileno(), row.data.cast("B"), int(position) * self._row_bytes)
             except OSError as error:
                 raise refused_write(error, f"temporary files in {tempfile.gettempdir()}") from None
 
@@ -232,13 +232,15 @@ class _Distributions:
         for places, logprobs in self._blocks(rows, logits):
             self._loss[places] = _losses(logprobs, self._targets[places])
             self._same[places] = logprobs.argmax(1).numpy() == self._likeliest[places]
-            read = [os.pread(self._file.fileno(), self._row_bytes, int(place) * self._row_bytes) for place in places]
-            kept = torch.frombuffer(bytearray(b"".join(read)), dtype=torch.float32).view(len(places), -1)
+            read = [
+                os.pread(self._file.fileno(), self._row_bytes, int(position) * self._row_bytes) for position in places
+            ]
+            stored = torch.frombuffer(bytearray(b"".join(read)), dtype=torch.float32).view(len(places), -1)
             if self._whole:
-                self._kl[places] = _divergence(kept, logprobs).numpy()
+                self._kl[places] = _divergence(stored, logprobs).numpy()
                 continue
-            reference = kept[:, : self._kept]
-            others = logprobs.gather(1, kept[:, self._kept :].contiguous().view(torch.int32).long())
+            reference = stored[:, : self._kept]
+            others = logprobs.gather(1, stored[:, self._kept :].contiguous().view(torch.int32).long())
             self._kl[places] = (_divergence(reference, others) + _divergence(_rest(reference), _rest(others))).numpy()
 
     def _blocks(self, rows: Sequence[tuple[int, int]], logits: Tensor) -> Any:
@@ -279,7 +281,7 @@ def _resampled(sums: Mapping[str, np.ndarray], counts: np.ndarray) -> dict[str, 
     weights = np.vstack([np.ones(len(counts)), drawn])  # first the sample itself
     tokens = weights @ counts
     means = {name: (weights @ values) / tokens for name, values in sums.items()}
-    found = {
+    result = {
         "kl": means["kl"],
         "top1": means["same"],
         "perplexity": np.exp(means["loss"]),
@@ -288,7 +290,7 @@ def _resampled(sums: Mapping[str, np.ndarray], counts: np.ndarray) -> dict[str, 
     }
     tail = 50 * (1 - _COVERED)
     made = {}
-    for name, values in found.items():
+    for name, values in result.items():
         low, high = np.percentile(values[1:], [tail, 100 - tail]) if len(counts) > 1 else (None, None)
         made[name] = Estimated(
             value=float(values[0]), low=None if low is None else float(low), high=None if high is None else float(high)
@@ -298,8 +300,8 @@ def _resampled(sums: Mapping[str, np.ndarray], counts: np.ndarray) -> dict[str, 
 
 def _losses(logprobs: Tensor, targets: np.ndarray) -> np.ndarray:
     """Negative log-likelihood of ``targets`` [R] under ``logprobs`` [R, V]."""
-    found: np.ndarray = -logprobs.gather(1, torch.from_numpy(targets).unsqueeze(1)).squeeze(1).double().numpy()
-    return found
+    losses: np.ndarray = -logprobs.gather(1, torch.from_numpy(targets).unsqueeze(1)).squeeze(1).double().numpy()
+    return losses
 
 
 def _divergence(reference: Tensor, other: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class Converted:
     files: int
     files_before: int
     left_out: tuple[str, ...]
-    kept: int
+    kept_experts: int
     reached: int | None
 
 
@@ -119,14 +119,14 @@ def convert_checkpoint(
     directory, out = resolve_model(options.model), options.output
     checkpoint = Checkpoint.open(directory)
     config = _read_config(directory)
-    kept = busiest(options)
-    plan = _plan(checkpoint, config, options, kept)
+    kept_experts = busiest(options)
+    plan = _plan(checkpoint, config, options, kept_experts)
     config["quantization_config"] = rounding_config(
         [(options.experts, [EXPERTS_TARGET])] + ([(options.dense, plan.dense)] if options.dense else []), plan.ignored
     )
     _check_calibration(options)
     reached = None
-    with _claimed(out, _record(checkpoint, options, kept)):
+    with _claimed(out, _record(checkpoint, options, kept_experts)):
         missing = [shard for shard in plan.shards if not _is_whole(out / shard.name, shard)]
         _check_space(out, missing)
         total = sum(piece.source.nbytes for shard in missing for piece in shard.pieces)
@@ -148,7 +148,7 @@ def convert_checkpoint(
         files=len(plan.shards),
         files_before=len(plan.shards) - len(missing),
         left_out=tuple(left_out),
-        kept=len(kept),
+        kept_experts=len(kept_experts),
         reached=reached,
     )
 
@@ -179,9 +179,9 @@ def busiest(options: ConvertOptions) -> Chosen:
     profile = load_profile(
         options.expert_profile, model=facts.facts, num_layers=len(layers), num_experts=facts.num_experts
     )
-    most = round(options.keep * profile.counts.size)
-    order = np.argsort(-profile.counts, axis=None, kind="stable")[:most]
-    chosen = [divmod(int(each), facts.num_experts) for each in order if profile.counts.flat[each] > 0]
+    num_kept = round(options.keep * profile.counts.size)
+    order = np.argsort(-profile.counts, axis=None, kind="stable")[:num_kept]
+    chosen = [divmod(int(index), facts.num_experts) for index in order if profile.counts.flat[index] > 0]
     return frozenset((layers[row], expert) for row, expert in chosen)
 
 
@@ -209,29 +209,31 @@ def calibrated(options: ConvertOptions, plan: ConversionPlan, progress: Progress
         return
     model = open_model(options.model).profile
     rows = InputRows(options.output, model.num_layers, model.experts.num_experts, model.hidden_size)
-    there = rows.load()
+    loaded = rows.load()
     try:
         with rows:
-            if not there:
-                given = {"device": "cpu", **options.planning, "experts": ExpertOptions(inputs=rows.add)}
+            if not loaded:
+                planning = {"device": "cpu", **options.planning, "experts": ExpertOptions(inputs=rows.add)}
                 name, path = options.model, options.calibrate
-                of = CompareOptions(model=name, reference=name, prompts=path, planning=given)
+                of = CompareOptions(model=name, reference=name, prompts=path, planning=planning)
                 prompts = read_prompts(of, model.max_positions)
                 score_all(name, prompts, lambda *_: None, of, lambda done: progress(done, len(prompts)))
                 rows.finish()
             yield ExpertInputs(rows, experts_of(piece for shard in plan.shards for piece in shard.pieces))
     except OSError as error:
-        raise refused_write(error, str(options.output), kept="; run the command again") from None
+        raise refused_write(error, str(options.output), note="; run the command again") from None
 
 
-def _plan(checkpoint: Checkpoint, config: dict[str, Any], options: ConvertOptions, kept: Chosen) -> ConversionPlan:
+def _plan(
+    checkpoint: Checkpoint, config: dict[str, Any], options: ConvertOptions, kept_experts: Chosen
+) -> ConversionPlan:
     scale = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), "BF16")
     dense = None if options.dense is None else options.dense.stored(scale)
-    experts, most = options.experts.stored(scale), options.shard_bytes
-    return plan_conversion(checkpoint, config["model_type"], experts, dense, most, kept)
+    experts, shard_bytes = options.experts.stored(scale), options.shard_bytes
+    return plan_conversion(checkpoint, config["model_type"], experts, dense, shard_bytes, kept_experts)
 
 
-def _record(checkpoint: Checkpoint, options: ConvertOptions, kept: Chosen) -> dict[str, Any]:
+def _record(checkpoint: Checkpoint, options: ConvertOptions, kept_experts: Chosen) -> dict[str, Any]:
     """The settings of a conversion; a run resumes only if they are equal."""
     files = sorted({info.file for info in checkpoint.tensors.values()} | {checkpoint.directory / _CONFIG})
     stats = {file.name: file.stat() for file in files}
@@ -239,15 +241,15 @@ def _record(checkpoint: Checkpoint, options: ConvertOptions, kept: Chosen) -> di
         "experts": list(options.experts),
         "dense": None if options.dense is None else list(options.dense),
         "shard_bytes": options.shard_bytes,
-        "kept": [list(pair) for pair in sorted(kept)],
+        "kept": [list(pair) for pair in sorted(kept_experts)],
         "calibrate": None if options.calibrate is None else _digest(options.calibrate),
-        "source": {name: [each.st_size, each.st_mtime_ns] for name, each in stats.items()},
+        "source": {name: [status.st_size, status.st_mtime_ns] for name, status in stats.items()},
     }
 
 
 def _digest(path: Path) -> str:
     try:
-        return hashlib.sha256(read_bytes(path, most=_MOST_PROMPTS)).hexdigest()
+        return hashlib.sha256(read_bytes(path, max_bytes=_MOST_PROMPTS)).hexdigest()
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({read_error_text(error)})") from None
 
@@ -261,7 +263,7 @@ def _claimed(out: Path, record: dict[str, Any]) -> Iterator[None]:
         if out.exists() and not out.is_dir():
             raise InputError(f"{out}: is a file; give a directory that does not exist, or is empty", code="output_path")
         if not path.exists():
-            if out.exists() and any(not _is_partial(each) for each in out.iterdir()):
+            if out.exists() and any(not _is_partial(entry) for entry in out.iterdir()):
                 raise InputError(
                     f"{out}: holds something else; give a directory that does not exist, or is empty",
                     code="output_path",
@@ -281,9 +283,9 @@ def _claimed(out: Path, record: dict[str, Any]) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"{out}: another conversion writes there; wait for it", code="output_path") from None
-        for each in out.iterdir():
-            if _is_partial(each):
-                each.unlink()
+        for entry in out.iterdir():
+            if _is_partial(entry):
+                entry.unlink()
         yield
     finally:
         os.close(lock)
@@ -372,7 +374,7 @@ class _Pipeline:
                 os.close(descriptor)
             partial.replace(path)
         except OSError as error:
-            raise refused_write(error, str(path), kept="; run the command again to go on") from None
+            raise refused_write(error, str(path), note="; run the command again to go on") from None
         finally:
             with contextlib.suppress(OSError):
                 partial.unlink()
@@ -423,13 +425,13 @@ def _bytes_of(info: TensorInfo, begin: int, size: int) -> TensorInfo:
 
 def _make(piece: Piece, read: Future[Tensor], inputs: ExpertInputs | None) -> dict[str, Tensor]:
     """The tensors of ``piece`` by suffix."""
-    numbers = read.result()
+    values = read.result()
     if piece.stored is None:
-        return {"": numbers}
+        return {"": values}
     try:
         if inputs is None or (of := expert_of(piece)) is None:
-            return round_matrix(piece.stored, numbers)
-        return round_matrix(piece.stored, numbers, inputs.of(*of))
+            return round_matrix(piece.stored, values)
+        return round_matrix(piece.stored, values, inputs.of(*of))
     except ValueError as error:
         info = piece.source
         raise CheckpointError(f"{info.file}: tensor {info.name!r} {error}, so it cannot be rounded") from None
@@ -437,8 +439,8 @@ def _make(piece: Piece, read: Future[Tensor], inputs: ExpertInputs | None) -> di
 
 def _store(shard: Shard, piece: Piece, offset: int, tensors: dict[str, Tensor], descriptor: int) -> None:
     for suffix, tensor in tensors.items():
-        place, _ = shard.places[piece.module + suffix]
-        _write_at(descriptor, tensor.contiguous().view(torch.uint8).numpy().data.cast("B"), place + offset)
+        start, _ = shard.places[piece.module + suffix]
+        _write_at(descriptor, tensor.contiguous().view(torch.uint8).numpy().data.cast("B"), start + offset)
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
@@ -452,23 +454,23 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 class InputRows:
-    """Up to ``most`` different inputs [H] of each expert, in a file: those whose keys, which are sums of their bits in
-    random proportion, are the least."""
+    """Up to ``max_rows`` different inputs [H] of each expert, in a file: those whose keys, which are sums of their bits
+    in random proportion, are the least."""
 
     def __init__(self, directory: Path, layers: int, experts: int, hidden: int) -> None:
         self._path, self._keys_path, self._hidden = directory / _ROWS, directory / _KEYS, hidden
         self.row_bytes = hidden * _DTYPE.itemsize
-        self.most = max(LEAST_ROWS, min(_MOST_ROWS, _MOST_BYTES // (layers * experts * self.row_bytes)))
-        self.keys = np.full((layers, experts, self.most), _NONE, dtype=np.int64)
+        self.max_rows = max(LEAST_ROWS, min(_MOST_ROWS, _MOST_BYTES // (layers * experts * self.row_bytes)))
+        self.keys = np.full((layers, experts, self.max_rows), _NONE, dtype=np.int64)
         draw = torch.Generator().manual_seed(0)
         self._weights = torch.randint(-(2**62), 2**62, (hidden,), generator=draw, dtype=torch.int64)
 
     def load(self) -> bool:
         """True if a run before this one has collected all rows."""
         with contextlib.suppress(OSError):
-            found = self._keys_path.read_bytes()
-            if len(found) == self.keys.nbytes:
-                self.keys.reshape(-1)[:] = np.frombuffer(found, dtype=np.int64)
+            data = self._keys_path.read_bytes()
+            if len(data) == self.keys.nbytes:
+                self.keys.reshape(-1)[:] = np.frombuffer(data, dtype=np.int64)
                 return True
         return False
 
@@ -485,21 +487,21 @@ class InputRows:
         keys = (x.view(torch.int16).long() * self._weights).sum(1).numpy()
         ids, rows = routed.ids.cpu().numpy(), x.view(torch.uint8).numpy()
         for expert in np.unique(ids).tolist():
-            mine = (ids == expert).any(1).nonzero()[0]
-            self._merge((layer, expert), keys[mine], rows, mine)
+            matching = (ids == expert).any(1).nonzero()[0]
+            self._merge((layer, expert), keys[matching], rows, matching)
 
-    def _merge(self, of: tuple[int, int], keys: np.ndarray, rows: np.ndarray, mine: np.ndarray) -> None:
-        kept = self.keys[of]
+    def _merge(self, of: tuple[int, int], keys: np.ndarray, rows: np.ndarray, routed: np.ndarray) -> None:
+        stored_keys = self.keys[of]
         fresh, first = np.unique(keys, return_index=True)
-        new = ~np.isin(fresh, kept)
-        for key, row in zip(fresh[new].tolist(), mine[first[new]].tolist(), strict=True):
-            slot = int(kept.argmax())
-            if key >= kept[slot]:
+        new = ~np.isin(fresh, stored_keys)
+        for key, row in zip(fresh[new].tolist(), routed[first[new]].tolist(), strict=True):
+            slot = int(stored_keys.argmax())
+            if key >= stored_keys[slot]:
                 return  # keys ascend
-            place = (of[0] * self.keys.shape[1] + of[1]) * self.most + slot
-            if os.pwrite(self._file, rows[row].data, place * self.row_bytes) < self.row_bytes:
+            offset = (of[0] * self.keys.shape[1] + of[1]) * self.max_rows + slot
+            if os.pwrite(self._file, rows[row].data, offset * self.row_bytes) < self.row_bytes:
                 raise OSError("a row was cut short")
-            kept[slot] = key
+            stored_keys[slot] = key
 
     def finish(self) -> None:
         """All rows are there."""
@@ -509,12 +511,12 @@ class InputRows:
     def rows(self, layer: int, expert: int) -> Tensor:
         """The rows [R, H] of an expert, in the order of their keys."""
         keys = self.keys[layer, expert]
-        first = (layer * self.keys.shape[1] + expert) * self.most
-        data = os.pread(self._file, self.most * self.row_bytes, first * self.row_bytes)
-        data += bytes(self.most * self.row_bytes - len(data))
-        found = torch.frombuffer(bytearray(data), dtype=_DTYPE).view(self.most, self._hidden)
+        first = (layer * self.keys.shape[1] + expert) * self.max_rows
+        data = os.pread(self._file, self.max_rows * self.row_bytes, first * self.row_bytes)
+        data += bytes(self.max_rows * self.row_bytes - len(data))
+        inputs = torch.frombuffer(bytearray(data), dtype=_DTYPE).view(self.max_rows, self._hidden)
         order = np.argsort(keys, kind="stable")[: int((keys != _NONE).sum())]
-        return found[torch.from_numpy(order)]
+        return inputs[torch.from_numpy(order)]
 
 
 def remove_rows(directory: Path) -> None:

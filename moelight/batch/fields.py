@@ -61,9 +61,9 @@ class FieldError(InputError):
         self.param = param if param is None else param[:_LONGEST_NAME]
 
 
-def unknown_field(name: str, known: Iterable[str]) -> FieldError:
-    """The error for a field that is not ``known``; it suggests the most similar known name."""
-    near = did_you_mean(name, known) if len(name) <= _LONGEST_NAME else ""
+def unknown_field(name: str, known_names: Iterable[str]) -> FieldError:
+    """The error for a field that is not ``known_names``; it suggests the most similar known name."""
+    near = did_you_mean(name, known_names) if len(name) <= _LONGEST_NAME else ""
     return FieldError(f"unknown field {name!r}{near}", param=name, code="unknown_field")
 
 
@@ -75,33 +75,33 @@ class SamplingCache:
         self._outputs = {"strict": context.strict, "resamplings": context.resamplings}
         self._made: dict[str, SamplingParams] = {}
 
-    def make(self, given: dict[str, Any]) -> SamplingParams:
-        """The defaults changed by ``given``; raises FieldError for a value that is wrong or out of range."""
-        if not given:
+    def make(self, values: dict[str, Any]) -> SamplingParams:
+        """The defaults changed by ``values``; raises FieldError for a value that is wrong or out of range."""
+        if not values:
             return self._base
-        outputs = given.get("structured_outputs")
+        outputs = values.get("structured_outputs")
         if isinstance(outputs, dict):
             stated = {name: value for name, value in outputs.items() if value is not None}
-            given = {**given, "structured_outputs": {**self._outputs, **stated}}
-        key = repr(given)
+            values = {**values, "structured_outputs": {**self._outputs, **stated}}
+        key = repr(values)
         made = self._made.get(key)
         if made is None:
-            made = self._new(given)
+            made = self._new(values)
             if len(self._made) >= _MOST_KEPT:
                 self._made.clear()
             if len(key) <= _LONGEST_KEPT:
                 self._made[key] = made
         return made
 
-    def _new(self, given: dict[str, Any]) -> SamplingParams:
+    def _new(self, values: dict[str, Any]) -> SamplingParams:
         try:
-            return SamplingParams.from_dict(given, base=self._base)
+            return SamplingParams.from_dict(values, base=self._base)
         except InputError as error:
-            raise FieldError(str(error), code=error.code, param=self._at_fault(given, str(error))) from None
+            raise FieldError(str(error), code=error.code, param=self._at_fault(values, str(error))) from None
 
-    def _at_fault(self, given: dict[str, Any], message: str) -> str | None:
+    def _at_fault(self, values: dict[str, Any], message: str) -> str | None:
         """The field that alone causes the same error; None if several fields cause it together."""
-        for name, value in given.items():
+        for name, value in values.items():
             try:
                 SamplingParams.from_dict({name: value}, base=self._base)
             except InputError as error:
@@ -199,23 +199,23 @@ def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:
 
 def read_custom_id(values: Mapping[str, Any]) -> str | None:
     """The ``custom_id`` of a row; raises FieldError if it is not a string."""
-    given = values.get("custom_id")
-    if given is not None and not isinstance(given, str):
+    custom_id = values.get("custom_id")
+    if custom_id is not None and not isinstance(custom_id, str):
         raise FieldError("custom_id must be a string", param="custom_id")
-    return given
+    return custom_id
 
 
-def read_messages(given: Any) -> list[dict[str, Any]]:
+def read_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages of a conversation; raises FieldError if they are none."""
     try:
-        return check_messages(given)
+        return check_messages(messages)
     except InputError as error:
         raise FieldError(str(error), param="messages", code=error.code) from None
 
 
-def are_token_ids(given: object) -> bool:
+def are_token_ids(value: object) -> bool:
     """True for a list of integers that may be token ids."""
-    return isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
 
 
 def _check_depth(values: dict[str, Any]) -> None:

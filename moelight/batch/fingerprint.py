@@ -23,10 +23,10 @@ def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(json.dumps(asdict(sampling)))
     constraint = facts["structured_outputs"]
     if constraint is not None:
-        given = {name: value for name, value in constraint.items() if value not in (None, False)}
-        if given.get("resamplings") == DEFAULT_RESAMPLINGS:
-            del given["resamplings"]
-        facts["structured_outputs"] = given
+        set_fields = {name: value for name, value in constraint.items() if value not in (None, False)}
+        if set_fields.get("resamplings") == DEFAULT_RESAMPLINGS:
+            del set_fields["resamplings"]
+        facts["structured_outputs"] = set_fields
     return facts
 
 
@@ -36,10 +36,10 @@ def number_facts(
     """The number formats of a policy, the only values of it that change tokens; without one, those asked for (of a
     ``kv_dtype`` to ``choose``, `Ledger.chosen` has the choice). Activations that are not rounded go without saying."""
     if policy is None:
-        found, rounded = {"weight_dtype": dtype, "kv_dtype": kv_dtype}, activations
+        dtypes, rounded = {"weight_dtype": dtype, "kv_dtype": kv_dtype}, activations
     else:
-        found, rounded = {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}, policy.activations
-    return found if rounded in (None, "auto") else {**found, "activations": str(rounded)}
+        dtypes, rounded = {"weight_dtype": policy.weight_dtype, "kv_dtype": policy.kv_dtype}, policy.activations
+    return dtypes if rounded in (None, "auto") else {**dtypes, "activations": str(rounded)}
 
 
 def digest_of_file(path: Path | None) -> str | None:
@@ -47,7 +47,7 @@ def digest_of_file(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        content = read_bytes(path, most=MOST_TOKENIZER_BYTES)
+        content = read_bytes(path, max_bytes=MOST_TOKENIZER_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({read_error_text(error)})") from None
     return hashlib.blake2b(content, digest_size=16).hexdigest()

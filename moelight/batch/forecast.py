@@ -65,7 +65,7 @@ class Forecast:
     def predicted_s(self) -> float | None:
         """Seconds of all passes if every answer has its maximum length; None without a plan."""
         if self.engines:
-            return max((each.seconds for each in self.engines if each.seconds is not None), default=None)
+            return max((engine.seconds for engine in self.engines if engine.seconds is not None), default=None)
         return None if self.plan is None else self.plan.predicted_s
 
     @property
@@ -83,9 +83,9 @@ class Forecast:
             "summary": self.summary.as_dict(),
             "given": self.given,
             "predicted_s": self.predicted_s,
-            "phases": [asdict(each) for each in self.phases],
+            "phases": [asdict(phase) for phase in self.phases],
             "plan": None if self.plan is None else plan_as_dict(self.plan),
-            **({"engines": [asdict(each) for each in self.engines]} if self.engines else {}),
+            **({"engines": [asdict(engine) for engine in self.engines]} if self.engines else {}),
         }
 
 

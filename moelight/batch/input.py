@@ -47,17 +47,17 @@ def open_input(path: Path, context: RowContext | None = None, *, format: str = A
     raises InputError if it cannot be read, holds no row, or cannot be of that format."""
     context, source = context or RowContext(), open_input_source(path)
     try:
-        name, why = _detect(source, path) if format == AUTO else (format, "as asked")
-        found = FORMATS.get(name)(context, source)
+        name, reason = _detect(source, path) if format == AUTO else (format, "as asked")
+        reader = FORMATS.get(name)(context, source)
         if name not in _TABLES and (context.prompt_column is not None or context.id_column is not None):
             raise InputError(f"{source.name}: columns can be named for {' and '.join(_TABLES)}, not for {name}")
-        if next(found.rows(), None) is None:
+        if next(reader.rows(), None) is None:
             raise source.refusal("no prompts")
     except BaseException:
         source.close()
         raise
-    found.detected = f"{_CALLED[name]} ({why}{found.told})"
-    return found
+    reader.detected = f"{_CALLED[name]} ({reason}{reader.told})"
+    return reader
 
 
 def _detect(source: InputSource, path: Path) -> tuple[str, str]:
@@ -73,10 +73,10 @@ def _detect(source: InputSource, path: Path) -> tuple[str, str]:
         first = first or raw.strip()
         if suffix == ".json" and first in (b"{", b"["):
             raise source.refusal("one JSON text over many lines; write each row as an object on a line of its own")
-        found = _object(raw)
-        if found is not None:
-            openai = any(name in found for name in _OPENAI_KEYS)
-            names = ", ".join(name for name in (_ALL_KEYS if openai else PROMPT_FIELDS) if name in found)
+        parsed = _object(raw)
+        if parsed is not None:
+            openai = any(name in parsed for name in _OPENAI_KEYS)
+            names = ", ".join(name for name in (_ALL_KEYS if openai else PROMPT_FIELDS) if name in parsed)
             return "openai" if openai else "simple", f"{names or 'no url and no body'} on line {line}"
         if tried >= _LINES_TRIED or suffix in _TEXT_SUFFIXES:
             break
@@ -98,7 +98,7 @@ def _suffix(path: PurePath) -> str:
 
 def _object(raw: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(raw)
+        value = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

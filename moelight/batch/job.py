@@ -123,16 +123,16 @@ class JobRun:
     prepared: JobInput
     ledger: Ledger
     told: Progress
-    found: Scan
+    scanned: Scan
     trace: RunTrace | None = None
 
     @property
     def summary(self) -> ScanSummary:
-        return self.found.summary
+        return self.scanned.summary
 
     def processor(self) -> RowProcessor:
         """A processor of the rows that are left, for an engine in this process."""
-        return RowProcessor(self.ledger, self.prepared, self.told, repeated=self.found.repeated)
+        return RowProcessor(self.ledger, self.prepared, self.told, repeated=self.scanned.repeated)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,21 +352,21 @@ def _run(prepared: JobInput, ledger: Ledger, told: Progress, answer: Answer) -> 
             truncated=ledger.totals.get("truncated", 0),
         )
     refuse_struck(ledger, prepared)
-    found = read_all(prepared, ledger, told)
+    scanned = read_all(prepared, ledger, told)
     trace, options = None, prepared.options
     with contextlib.ExitStack() as files:
         if options.trace is not None:
-            trace = RunTrace(files.enter_context(whole_file(options.trace, what="trace")))
-        answers = answer(JobRun(prepared=prepared, ledger=ledger, told=told, found=found, trace=trace))
+            trace = RunTrace(files.enter_context(whole_file(options.trace, label="trace")))
+        answers = answer(JobRun(prepared=prepared, ledger=ledger, told=told, scanned=scanned, trace=trace))
         if answers.state == DONE:
-            ledger.finish(found.summary.rows)
+            ledger.finish(scanned.summary.rows)
         _write_json(options.stats, "stats", answers.stats.as_dict())
         if trace is not None:
             trace.finish()
     told.counts(answers.counts)
     return JobResult(
         state=answers.state,
-        total=found.summary.rows,
+        total=scanned.summary.rows,
         completed=ledger.completed,
         failed=ledger.failed,
         running=answers.counts.running,
@@ -397,7 +397,7 @@ def read_all(prepared: JobInput, ledger: Ledger, told: Progress) -> Scan:
     """The scan of the prompts, from the ledger if an earlier run has read the same prompts."""
     if ledger.scan is not None:
         return msgspec.convert(ledger.scan, Scan)
-    found = scan(
+    scanned = scan(
         prepared.source,
         prepared.encode,
         told,
@@ -406,8 +406,8 @@ def read_all(prepared: JobInput, ledger: Ledger, told: Progress) -> Scan:
         check=prepared.check_structure,
     )
     prepared.model.release()
-    if found.summary.notes:
-        first, *others = found.summary.notes.values()
+    if scanned.summary.notes:
+        first, *others = scanned.summary.notes.values()
         more = f"; --dry-run shows {len(others)} more" if others else ""
         _log.warning(
             "structured outputs of %d rows, the first in line %d: %s%s",
@@ -416,8 +416,8 @@ def read_all(prepared: JobInput, ledger: Ledger, told: Progress) -> Scan:
             first.message,
             more,
         )
-    ledger.note_scan(msgspec.to_builtins(found))
-    return found
+    ledger.note_scan(msgspec.to_builtins(scanned))
+    return scanned
 
 
 def refuse_rest(job: JobRun) -> JobAnswers | None:
@@ -454,7 +454,7 @@ def answer_here(job: JobRun) -> JobAnswers:
     planned = prepared.model.plan(options, workload)
     if options.kv_dtype == CHOOSE:
         ledger.note_chosen({"kv_dtype": planned.policy.kv_dtype})
-    told.started(job_start(job, why=planned.why, plan=planned.plan))
+    told.started(job_start(job, reason=planned.why, plan=planned.plan))
     answering = job.processor()
     with planned.load(record=options.expert_stats is not None or options.save_expert_profile is not None) as engine:
         told.planned(planned.why)
@@ -481,7 +481,7 @@ def answer_here(job: JobRun) -> JobAnswers:
         return JobAnswers(state=state, stats=stats, counts=watch.counts(), first_error=answering.first_error)
 
 
-def job_start(job: JobRun, *, why: str, plan: Plan | None) -> JobStart:
+def job_start(job: JobRun, *, reason: str, plan: Plan | None) -> JobStart:
     """The facts known before a model is loaded; predicted seconds are those of the remaining tokens."""
     prepared, summary, ledger = job.prepared, job.summary, job.ledger
     share = 1.0 - ledger.totals.get("room", 0) / max(1, summary.generated_tokens)
@@ -498,16 +498,16 @@ def job_start(job: JobRun, *, why: str, plan: Plan | None) -> JobStart:
         expected_tokens=summary.generated_tokens,
         unlimited=summary.limits_text,
         open_ended=summary.unlimited > 0,
-        plan=why,
+        plan=reason,
         machine="" if plan is None else plan.hardware,
         predicted_s=None if plan is None else share * plan.predicted_s,
         predicted_prompt_s=None if plan is None else share * predicted_prompt_s(plan),
     )
 
 
-def _write_json(path: Path | None, what: str, value: object) -> None:
+def _write_json(path: Path | None, label: str, value: object) -> None:
     if path is not None:
-        with whole_file(path, what=what) as write:
+        with whole_file(path, label=label) as write:
             write(json.dumps(value, indent=2).encode() + b"\n")
 
 
@@ -530,14 +530,14 @@ def _check_paths(options: JobOptions) -> None:
     written = dict(options.written)
     if options.output is not None and not writes_directly(options.output):
         written["journal"] = journal_of(options.output)
-    for what, path in written.items():
+    for label, path in written.items():
         if path is None:
             continue
-        check_writable(path, what=what)
+        check_writable(path, label=label)
         if path.is_file() or not path.exists():
-            other = seen.setdefault(path.resolve(), what)
-            if other != what:
-                raise InputError(f"{what} {path}: is the same file as the {other}", code="output_path")
+            other = seen.setdefault(path.resolve(), label)
+            if other != label:
+                raise InputError(f"{label} {path}: is the same file as the {other}", code="output_path")
 
 
 def _final_counts(ledger: Ledger, total: int) -> JobCounts:

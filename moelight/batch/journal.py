@@ -150,10 +150,10 @@ class Journal(Ledger):
         self.struck = self._deaths.struck
         places = outputs.files.items() if not complete else ()
         # What is removed again if the job ends without rows.
-        self._made = [place.written for _, place in places if new and not place.written.exists()]
+        self._made = [file.written for _, file in places if new and not file.written.exists()]
         try:
-            for name, place in places:
-                self._files[name] = _open_file(place, record.ends.get(name, 0))
+            for name, file in places:
+                self._files[name] = _open_file(file, record.ends.get(name, 0))
             for directory in outputs.directories if places else ():
                 sync_directory(directory)
         except BaseException:
@@ -177,9 +177,9 @@ class Journal(Ledger):
                 ``output_path``: the files cannot be written.
         """
         try:
-            for place in outputs.files.values():
-                if not place.shown.exists():
-                    check_writable(place.shown, what=place.what)
+            for file in outputs.files.values():
+                if not file.shown.exists():
+                    check_writable(file.shown, label=file.label)
             store = RowStore(outputs.journal, shown=outputs.rows)
             try:
                 record = None if restart else store.read()
@@ -352,10 +352,10 @@ def _may_begin_anew(record: JobRecord, outputs: Outputs) -> bool:
 
 
 def _begin(store: RowStore, outputs: Outputs, facts: Mapping[str, Any], *, restart: bool) -> JobRecord:
-    for place in outputs.files.values():
-        check_writable(place.shown, what=place.what)
+    for file in outputs.files.values():
+        check_writable(file.shown, label=file.label)
         if not restart:
-            place.refuse_found(outputs.journal)
+            file.refuse_found(outputs.journal)
     # The old state goes first: a crash in between leaves files without a job, which are refused, not an outdated job.
     store.clear()
     if restart:
@@ -371,15 +371,15 @@ def _resume(
     """Check the files of the job, complete a rename that was cut off, and return the facts that differ."""
     changed = differences(record.facts, facts)
     _refuse_changed(record, changed, outputs, allow_changed=allow_changed)
-    for name, place in outputs.files.items():
+    for name, file in outputs.files.items():
         # Also after a crash between two renames.
-        named = record.stage == "complete" or (record.stage == "renaming" and not place.written.exists())
-        path = place.final if named else place.written
+        named = record.stage == "complete" or (record.stage == "renaming" and not file.written.exists())
+        path = file.final if named else file.written
         if name in record.extents:
-            _check_file(path, record.extents[name], shown=str(place), journal=outputs.journal)
+            _check_file(path, record.extents[name], shown=str(file), journal=outputs.journal)
     if record.stage != "complete" or changed:
-        for place in outputs.files.values():
-            check_writable(place.shown, what=place.what)
+        for file in outputs.files.values():
+            check_writable(file.shown, label=file.label)
         if changed:
             record.facts, record.scan, record.chosen, record.stage = dict(facts), None, None, "running"
         values = {name: getattr(record, name) for name in ("facts", "scan", "chosen", "stage")}
@@ -393,42 +393,42 @@ def _resume(
 def _refuse_changed(record: JobRecord, changed: list[str], outputs: Outputs, *, allow_changed: bool) -> None:
     fixed = differences(record.layout, outputs.layout)
     if fixed:
-        why = f"was begun otherwise ({'; '.join(fixed)}); give these as they were, or --restart starts anew"
+        reason = f"was begun otherwise ({'; '.join(fixed)}); give these as they were, or --restart starts anew"
     # A job without rows may change freely: it may have been refused, or a mistake.
     elif changed and not allow_changed and not record.empty:
-        why = (
+        reason = (
             f"belongs to a job that was another ({'; '.join(changed)}); --allow-changed keeps its finished rows and "
             "goes on as asked now, --restart starts anew"
         )
     elif changed and outputs.atomic and record.stage != "running":
-        why = (
+        reason = (
             f"is complete, of a job that was another ({'; '.join(changed)}), and as it is --atomic nothing is added "
             "to it; --restart starts anew"
         )
     else:
         return
-    raise InputError(f"{outputs.output}: {why}", code="job_changed")
+    raise InputError(f"{outputs.output}: {reason}", code="job_changed")
 
 
 def _check_file(path: Path, extents: list[ByteRange], *, shown: str, journal: Path) -> None:
     """Raise InputError for a file that is shorter than its journal records, or has other contents; may raise OSError.
     The last gigabyte is read back; of earlier bytes only the length is checked."""
 
-    def refusal(why: str) -> InputError:
+    def refusal(reason: str) -> InputError:
         choice = "put it back as it was, or --restart starts anew"
-        return InputError(f"{shown}: {why} by its journal {journal}; {choice}", code="journal")
+        return InputError(f"{shown}: {reason} by its journal {journal}; {choice}", code="journal")
 
     end = extents[-1].end
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError:
         raise refusal(f"is gone, {end} bytes were written to it") from None
-    if found < end:
-        raise refusal(f"is shorter than it was, {found} bytes found and {end} bytes expected")
+    if size < end:
+        raise refusal(f"is shorter than it was, {size} bytes found and {end} bytes expected")
     with path.open("rb") as file:
-        for each in extents:
-            if each.end > end - _READ_BACK_BYTES and _crc(file, each) != each.crc:
-                raise refusal(f"bytes {each.start} to {each.end} are not those that were written")
+        for extent in extents:
+            if extent.end > end - _READ_BACK_BYTES and _crc(file, extent) != extent.crc:
+                raise refusal(f"bytes {extent.start} to {extent.end} are not those that were written")
 
 
 def _crc(file: BinaryIO, extent: ByteRange) -> int:
@@ -441,8 +441,8 @@ def _crc(file: BinaryIO, extent: ByteRange) -> int:
 
 def _take_names(outputs: Outputs, store: RowStore, total: int) -> None:
     """Rename the finished files to their final names, and record the job as complete with ``total`` rows."""
-    for place in outputs.files.values():
-        place.take_name()
+    for file in outputs.files.values():
+        file.take_name()
     for directory in outputs.directories:
         sync_directory(directory)
     faults.reach("before_final_record")
@@ -451,11 +451,11 @@ def _take_names(outputs: Outputs, store: RowStore, total: int) -> None:
     store.shrink()
 
 
-def _open_file(place: OutputPath, end: int) -> AppendFile:
-    fd = open_private(place.written)
+def _open_file(file: OutputPath, end: int) -> AppendFile:
+    fd = open_private(file.written)
     try:
-        hold(fd, place.written, shown=place.shown)
-        return AppendFile(fd, end=end, gzip=place.gzip)
+        hold(fd, file.written, shown=file.shown)
+        return AppendFile(fd, end=end, gzip=file.gzip)
     except BaseException:
         os.close(fd)
         raise
@@ -471,9 +471,9 @@ class StreamRows(Ledger):
         super().__init__(outputs, JobRecord(layout={}, facts={}), WaitingRows())
         with contextlib.ExitStack() as files:
             writers = {}
-            for name, place in outputs.files.items():
-                check_writable(place.shown, what=place.what)
-                writers[name] = files.enter_context(stream_file(place.shown, what=place.what))
+            for name, file in outputs.files.items():
+                check_writable(file.shown, label=file.label)
+                writers[name] = files.enter_context(stream_file(file.shown, label=file.label))
             self._files = files.pop_all()
         self._output, self._errors = writers["output"], writers.get("errors", writers["output"])
 

@@ -20,32 +20,32 @@ class ModelNames:
     ignore: bool = False
 
     @classmethod
-    def of(cls, *given: str | Path, ignore: bool = False) -> ModelNames:
-        """All names of the model ``given`` as a path, a hub id or both: each verbatim, absolute, its last component,
+    def of(cls, *models: str | Path, ignore: bool = False) -> ModelNames:
+        """All names of the model ``models`` as a path, a hub id or both: each verbatim, absolute, its last component,
         and the hub id of a cached copy."""
         names: set[str] = set()
-        for each in given:
-            text = str(each).rstrip("/")
+        for model in models:
+            text = str(model).rstrip("/")
             path = Path(text)
             names |= {text, f"{text}/", path.name}
             if path.is_dir():
-                whole = path.resolve()
-                names |= {str(path.absolute()), str(whole), whole.name}
-                names |= _hub_ids(whole)
+                resolved = path.resolve()
+                names |= {str(path.absolute()), str(resolved), resolved.name}
+                names |= _hub_ids(resolved)
         return cls(names=frozenset(names - {"", "/"}), ignore=ignore)
 
     def check(self, name: str) -> None:
         """Raise InputError (``model_not_found``) if ``name`` is another model."""
         if not self.ignore and name not in self.names:
-            known = min(self.names, key=lambda each: (len(each), each), default="none")
+            shortest = min(self.names, key=lambda model_name: (len(model_name), model_name), default="none")
             raise InputError(
-                f"model {name!r} is not the loaded one ({known}); correct it, leave it out, or use --ignore-model",
+                f"model {name!r} is not the loaded one ({shortest}); correct it, leave it out, or use --ignore-model",
                 code="model_not_found",
             )
 
 
 def _hub_ids(path: Path) -> set[str]:
-    found = [_CACHED.fullmatch(part) for part in path.parts]
+    matches = [_CACHED.fullmatch(part) for part in path.parts]
     return {
-        name for match in found if match for name in (f"{match['organisation']}/{match['name']}", str(match["name"]))
+        name for match in matches if match for name in (f"{match['organisation']}/{match['name']}", str(match["name"]))
     }

@@ -126,7 +126,7 @@ class _CompletionBody(_RequestBody, kw_only=True):
 _BODIES: dict[str, type[_ChatBody] | type[_CompletionBody]] = {CHAT: _ChatBody, COMPLETIONS: _CompletionBody}
 _FIELDS = {url: frozenset(body.__struct_fields__) for url, body in _BODIES.items()}
 # Fields that are passed to SamplingParams unchanged.
-_SAMPLING_FIELDS = {each.name for each in fields(SamplingParams)} & {*_RequestBody.__struct_fields__}
+_SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} & {*_RequestBody.__struct_fields__}
 _SAMPLING_FIELDS.remove("structured_outputs")
 _B = TypeVar("_B", bound=_RequestBody)
 
@@ -256,10 +256,10 @@ class OpenAIReader(LineReader):
             body = msgspec.convert(values, kind, strict=False)
         except msgspec.ValidationError as error:
             # msgspec reports the expected type, the actual type, and after this mark the path.
-            said, _, path = str(error).partition(" - at `$.")
+            message, _, path = str(error).partition(" - at `$.")
             path = path.removesuffix("`")
-            said = said.replace(" | null", "").replace("`", "").replace("Expected", "must be", 1)
-            raise FieldError(f"{path} {said}".strip(), param=path or None) from None
+            message = message.replace(" | null", "").replace("`", "").replace("Expected", "must be", 1)
+            raise FieldError(f"{path} {message}".strip(), param=path or None) from None
         except UnicodeEncodeError:
             raise InputError("a key holds half of a surrogate pair", code="invalid_text") from None
         special_tokens = kind is _CompletionBody
@@ -280,8 +280,8 @@ def _missing(param: str) -> FieldError:
     return FieldError(f"{param} is missing", param=param, code="missing_required_parameter")
 
 
-def _unsupported(param: str, why: str) -> FieldError:
-    return FieldError(f"{param}: {why}", param=param, code="unsupported_parameter")
+def _unsupported(param: str, reason: str) -> FieldError:
+    return FieldError(f"{param}: {reason}", param=param, code="unsupported_parameter")
 
 
 def _url(values: dict[str, Any]) -> str:
@@ -299,11 +299,11 @@ def _url(values: dict[str, Any]) -> str:
     return url
 
 
-def _check_names(values: dict[str, Any], known: frozenset[str]) -> None:
+def _check_names(values: dict[str, Any], known_names: frozenset[str]) -> None:
     """Refuse fields that are unknown, or known and not served."""
-    for name in values.keys() - known - _IGNORED:
+    for name in values.keys() - known_names - _IGNORED:
         if name not in _REFUSED:
-            raise unknown_field(name, sorted(known | _IGNORED | _REFUSED.keys()))
+            raise unknown_field(name, sorted(known_names | _IGNORED | _REFUSED.keys()))
         if values[name]:
             raise _unsupported(name, _REFUSED[name])
 
@@ -358,24 +358,24 @@ def _constrain(sampling: dict[str, Any], body: _RequestBody) -> None:
         "structured_outputs": body.structured_outputs,
         **{alias: {name: value} for alias, name in _GUIDED.items() if (value := getattr(body, alias)) is not None},
     }
-    found = {name: constraint for name, constraint in constraints.items() if constraint is not None}
-    if len(found) > 1:
-        raise FieldError(f"{' and '.join(found)} are given; send one of them", param=next(iter(found)))
-    for constraint in found.values():
+    requested = {name: constraint for name, constraint in constraints.items() if constraint is not None}
+    if len(requested) > 1:
+        raise FieldError(f"{' and '.join(requested)} are given; send one of them", param=next(iter(requested)))
+    for constraint in requested.values():
         sampling["structured_outputs"] = constraint
 
 
-def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    if given is None:
+def _response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is None:
         return None
-    kind = given.get("type")
+    kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
         raise FieldError("response_format: type must be text, json_object or json_schema", param="response_format.type")
-    described = given.get("json_schema")
+    described = value.get("json_schema")
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
         raise FieldError(
@@ -391,19 +391,19 @@ def _check_logprobs(name: str, value: int | None) -> None:
         raise FieldError(f"{name} must be between 0 and {_MOST_LOGPROBS}, not {value}", param=name)
 
 
-def _prompts(given: object) -> tuple[Prompt, ...]:
-    """``given`` is a text, a list of texts, a list of token ids, or a list of such lists."""
-    if given is None:
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    """``value`` is a text, a list of texts, a list of token ids, or a list of such lists."""
+    if value is None:
         raise _missing("prompt")
-    if isinstance(given, str):
-        return (given,)
-    if isinstance(given, list) and given:
-        if all(isinstance(each, str) for each in given):
-            return tuple(given)
-        if are_token_ids(given):
-            return (tuple(given),)
-        if all(each and are_token_ids(each) for each in given):
-            return tuple(tuple(each) for each in given)
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if are_token_ids(value):
+            return (tuple(value),)
+        if all(item and are_token_ids(item) for item in value):
+            return tuple(tuple(item) for item in value)
     raise FieldError(
         "prompt must be a string, a list of strings, a list of token ids, or a list of such lists", param="prompt"
     )

@@ -42,15 +42,19 @@ class OpenAIFormat:
             "created": served.created,
             "model": served.model,
             "choices": [
-                self._chat_choice(row, index, each) if chat else self._choice(row, index, each, len(completions))
-                for index, each in enumerate(completions)
+                self._chat_choice(row, index, completion)
+                if chat
+                else self._choice(row, index, completion, len(completions))
+                for index, completion in enumerate(completions)
             ],
             "usage": _usage(completions),
             "system_fingerprint": served.system_fingerprint,
         }
         if chat and row.answered["prompt_logprobs"]:
             body["prompt_logprobs"] = prompt_logprobs_row(completions[0])
-        failed = next((each.structure_error for each in completions if each.structure_error is not None), None)
+        failed = next(
+            (completion.structure_error for completion in completions if completion.structure_error is not None), None
+        )
         error = None if failed is None else {"code": failed.code, "message": failed.message}
         return _line(served, row.number, row.custom_id, status=_OK, body=body, error=error)
 
@@ -99,12 +103,12 @@ class OpenAIFormat:
             choice["prompt_logprobs"] = prompt_logprobs_row(completion)
         return choice
 
-    def _content(self, completion: Completion, most: int) -> list[dict[str, Any]]:
-        """Chat log-probabilities: each token, and at most ``most`` of the likeliest at its position."""
+    def _content(self, completion: Completion, max_count: int) -> list[dict[str, Any]]:
+        """Chat log-probabilities: each token, and at most ``max_count`` of the likeliest at its position."""
         return [
             {
                 **self._token(token, likely[token]),
-                "top_logprobs": [self._token(other, likely[other]) for other in _by_rank(likely)[:most]],
+                "top_logprobs": [self._token(other, likely[other]) for other in _by_rank(likely)[:max_count]],
             }
             for token, likely in zip(completion.token_ids, completion.logprobs or (), strict=False)
         ]
@@ -131,13 +135,13 @@ class OpenAIFormat:
             "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
         }
 
-    def _top(self, text: str, own: Logprob, likely: Mapping[int, Logprob]) -> dict[str, float]:
+    def _top(self, text: str, chosen: Logprob, likely: Mapping[int, Logprob]) -> dict[str, float]:
         """Log-probabilities by text, the likeliest first. Of two tokens with equal text the likelier is kept, except
-        that ``text``, the text of the token itself, keeps ``own``."""
+        that ``text``, the text of the token itself, keeps ``chosen``."""
         top: dict[str, float] = {}
         for other in _by_rank(likely):
             top.setdefault(self._text(other), _finite(likely[other].logprob))
-        return {**top, text: _finite(own.logprob)}
+        return {**top, text: _finite(chosen.logprob)}
 
     def _prompt_text(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
@@ -181,21 +185,21 @@ def _line(
     }
 
 
-def _id(served: AnswerHeader, number: int, what: str) -> str:
-    return uuid.uuid5(_IDS, f"{served.job}:{number}:{what}").hex
+def _id(served: AnswerHeader, number: int, kind: str) -> str:
+    return uuid.uuid5(_IDS, f"{served.job}:{number}:{kind}").hex
 
 
 def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
     """Token counts: prompt tokens once per prompt, completion tokens of all samples."""
-    prompts = [each for each in completions if each.sample == 0]
-    prompt_tokens = sum(each.prompt_tokens for each in prompts)
-    completion_tokens = sum(each.completion_tokens for each in completions)
-    reasoning = [each.reasoning_tokens for each in completions if each.reasoning_tokens is not None]
+    prompts = [completion for completion in completions if completion.sample == 0]
+    prompt_tokens = sum(completion.prompt_tokens for completion in prompts)
+    completion_tokens = sum(completion.completion_tokens for completion in completions)
+    reasoning = [completion.reasoning_tokens for completion in completions if completion.reasoning_tokens is not None]
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in prompts)},
         **({"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else {}),
     }
 

@@ -35,13 +35,13 @@ def mode_of(path: Path) -> int | None:
         return None
 
 
-def check_writable(path: Path, *, what: str) -> None:
+def check_writable(path: Path, *, label: str) -> None:
     """Raise InputError if ``path`` cannot be written; leaves no file behind."""
-    with clear(path, what):
+    with clear(path, label):
         with contextlib.suppress(FileNotFoundError):
             os.lstat(path)
         if path.is_dir():
-            raise InputError(f"{what} {path}: cannot be written, it is a directory", code="output_path")
+            raise InputError(f"{label} {path}: cannot be written, it is a directory", code="output_path")
         if writes_directly(path):
             return
         if path.exists() and not os.access(path, os.W_OK):
@@ -52,13 +52,13 @@ def check_writable(path: Path, *, what: str) -> None:
 
 
 @contextlib.contextmanager
-def stream_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
+def stream_file(path: Path, *, label: str) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that writes bytes to ``path`` at once, from its beginning; ``-`` is standard output."""
-    with clear(path, what):
+    with clear(path, label):
         file: BinaryIO = sys.stdout.buffer if path == STANDARD_OUTPUT else path.open("wb")
 
     def write(data: bytes) -> None:
-        with clear(path, what):
+        with clear(path, label):
             file.write(data)
             file.flush()
 
@@ -72,7 +72,7 @@ def stream_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
+def whole_file(path: Path, *, label: str) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that appends bytes to the new contents of ``path``, which appear once the block ends without
     error.
 
@@ -80,20 +80,20 @@ def whole_file(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
     an earlier file is unchanged.
     """
     if writes_directly(path):
-        with stream_file(path, what=what) as write:
+        with stream_file(path, label=label) as write:
             yield write
         return
     partial = partial_of(path)
-    with clear(path, what):
+    with clear(path, label):
         file = os.fdopen(create_partial(partial), "wb")
 
     def append(data: bytes) -> None:
-        with clear(path, what):
+        with clear(path, label):
             file.write(data)
 
     try:
         yield append
-        with clear(path, what):
+        with clear(path, label):
             file.flush()
             os.fsync(file.fileno())
             if path.exists():
@@ -122,7 +122,7 @@ def create_partial(partial: Path) -> int:
 
 
 @contextlib.contextmanager
-def clear(path: Path, what: str) -> Iterator[None]:
+def clear(path: Path, label: str) -> Iterator[None]:
     """Raise file system errors as one-line InputErrors. A BrokenPipeError passes: nothing reads the output any more."""
     try:
         yield
@@ -130,15 +130,15 @@ def clear(path: Path, what: str) -> Iterator[None]:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
         missing = isinstance(error, FileNotFoundError)
-        why = f"there is no directory {path.parent}" if missing else f"{path.parent} is not a directory"
-        raise InputError(f"{what} {path}: cannot be written, {why}", code="output_path") from None
+        reason = f"there is no directory {path.parent}" if missing else f"{path.parent} is not a directory"
+        raise InputError(f"{label} {path}: cannot be written, {reason}", code="output_path") from None
     except (OSError, ValueError) as error:
-        raise refused_write(error, f"{what} {path}") from None
+        raise refused_write(error, f"{label} {path}") from None
 
 
-def refused_write(error: OSError | ValueError, what: str, *, kept: str = "") -> InputError:
-    """The error of a write to ``what`` that the system refused, a `StorageError` if the disk is full or fails; ``kept``
-    ends the message."""
+def refused_write(error: OSError | ValueError, label: str, *, note: str = "") -> InputError:
+    """The error of a write to ``label`` that the system refused, a `StorageError` if the disk is full or fails;
+    ``note`` ends the message."""
     number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
     kind = StorageError if number in _OF_THE_DISK else InputError
-    return kind(f"{what}: cannot be written ({(reason or str(error)).lower()}){kept}", code="output_path")
+    return kind(f"{label}: cannot be written ({(reason or str(error)).lower()}){note}", code="output_path")

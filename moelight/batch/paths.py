@@ -19,13 +19,13 @@ _KEPT = "; every row that was on the disk is kept: put that right, and the same 
 class OutputPath:
     """A file of rows: ``shown`` as given, ``final`` with links resolved, ``written`` until the job is done."""
 
-    what: str
+    label: str
     shown: Path
     final: Path
     written: Path
 
     def __str__(self) -> str:
-        return f"{self.what} {self.shown}"
+        return f"{self.label} {self.shown}"
 
     @property
     def gzip(self) -> bool:
@@ -35,7 +35,7 @@ class OutputPath:
         """Refuse an existing file: without its ``journal`` the rows in it are unknown."""
         for path in dict.fromkeys((self.final, self.written)):
             if path.exists() and path.stat().st_size:
-                name = self if path == self.final else f"{self.what} {path}"
+                name = self if path == self.final else f"{self.label} {path}"
                 raise InputError(
                     f"{name}: is here already, and its journal {journal.name} is not; "
                     "choose another name, or --restart replaces it",
@@ -54,7 +54,7 @@ class OutputPath:
 
     def failed(self, error: OSError) -> InputError:
         """The one-line error of a write that the system refused."""
-        return refused_write(error, str(self), kept=_KEPT)
+        return refused_write(error, str(self), note=_KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +76,10 @@ class Outputs:
     def files(self) -> dict[str, OutputPath]:
         """``output`` and, if there is one, ``errors``, by these names; links are resolved once."""
         named = {"output": ("output", self.rows), "errors": ("error file", self.errors)}
-        finals = {name: (what, path, target(path)) for name, (what, path) in named.items() if path is not None}
+        finals = {name: (label, path, target(path)) for name, (label, path) in named.items() if path is not None}
         return {
-            name: OutputPath(what=what, shown=path, final=final, written=_hidden(final) if self.atomic else final)
-            for name, (what, path, final) in finals.items()
+            name: OutputPath(label=label, shown=path, final=final, written=_hidden(final) if self.atomic else final)
+            for name, (label, path, final) in finals.items()
         }
 
     @property
@@ -98,7 +98,7 @@ class Outputs:
 
     @property
     def directories(self) -> set[Path]:
-        return {place.final.parent for place in self.files.values()}
+        return {file.final.parent for file in self.files.values()}
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -108,10 +108,10 @@ class Outputs:
 
     def clear(self) -> None:
         """Remove the files of an earlier job, except its journal and, with ``atomic``, the files it finished."""
-        for place in self.files.values():
-            _hidden(place.final).unlink(missing_ok=True)
+        for file in self.files.values():
+            _hidden(file.final).unlink(missing_ok=True)
             if not self.atomic:
-                place.final.unlink(missing_ok=True)
+                file.final.unlink(missing_ok=True)
         for generation in range(2):  # of a journal of version 1
             _beside(self.output.final, f"waiting{generation}").unlink(missing_ok=True)
 

@@ -148,11 +148,11 @@ class Progress:
     def started(self, start: JobStart) -> None:
         """The input is read and the job is planned."""
 
-    def planned(self, why: str) -> None:
-        """The model is loaded; ``why`` describes how it will be run."""
+    def planned(self, description: str) -> None:
+        """The model is loaded; ``description`` describes how it will be run."""
 
-    def adapted(self, why: str) -> None:
-        """The policy changes with the next pass; ``why`` is the reason."""
+    def adapted(self, reason: str) -> None:
+        """The policy changes with the next pass; ``reason`` is the reason."""
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
         """``done`` of at most ``expected`` tokens are generated; ``binding`` was the busiest lane recently."""

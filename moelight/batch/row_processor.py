@@ -46,8 +46,8 @@ class JobInput:
     facts: dict[str, Any]
 
     def check_structure(self, row: Row) -> tuple[str, ...]:
-        """What a user should know about the structured outputs and the tools of ``row``; raises InputError if they
-        cannot be compiled."""
+        """Return warnings about the structured outputs and the tools of ``row``; raises InputError if they cannot be
+        compiled."""
         notes = self.model.check_structure(row.sampling)
         if row.tools is None:
             return notes
@@ -59,11 +59,13 @@ class JobInput:
     def encode(self, row: Row) -> list[tuple[int, ...]]:
         """Token ids of each prompt of ``row``; raises InputError if one is empty or the chat template refuses the
         conversation."""
-        tokenizer, most = self.model.tokenizer, self.model.context
+        tokenizer, max_tokens = self.model.tokenizer, self.model.context
         if row.conversation is not None:
-            prompts = [tuple(tokenizer.render(row.conversation, most=most))]
+            prompts = [tuple(tokenizer.render(row.conversation, max_tokens=max_tokens))]
         else:
-            prompts = [tuple(tokenizer.encode(p, most=most)) if isinstance(p, str) else p for p in row.prompts]
+            prompts = [
+                tuple(tokenizer.encode(p, max_tokens=max_tokens)) if isinstance(p, str) else p for p in row.prompts
+            ]
         if not all(prompts):
             raise InputError("the prompt is empty: it holds no token", code="empty_prompt")
         return prompts
@@ -210,33 +212,33 @@ class RowProcessor:
         opened.missing -= 1
         self._taken += 1
         self.unlimited += opened.row.sampling.max_tokens is None
-        most = room(opened.row, completion.prompt_tokens, self._context)
-        self.told.completion(completion, room=most, latency_s=time.monotonic() - opened.asked_s)
+        limit = room(opened.row, completion.prompt_tokens, self._context)
+        self.told.completion(completion, room=limit, latency_s=time.monotonic() - opened.asked_s)
         if opened.missing:
             return
-        for index in {each.index for each in opened.completions}:
+        for index in {output.index for output in opened.completions}:
             del self._open[index]
-        completions: Sequence[Completion] = sorted(opened.completions, key=lambda each: (each.index, each.sample))
-        row, generated = opened.row, sum(each.completion_tokens for each in completions)
-        self.spared += opened.room - generated - sum(each.discarded_tokens for each in completions)
-        stuck = next((each for each in completions if each.finish_reason == "error"), None)
+        completions: Sequence[Completion] = sorted(opened.completions, key=lambda output: (output.index, output.sample))
+        row, generated = opened.row, sum(output.completion_tokens for output in completions)
+        self.spared += opened.room - generated - sum(output.discarded_tokens for output in completions)
+        stuck = next((output for output in completions if output.finish_reason == "error"), None)
         if stuck is not None:
             error = InputError(str(stuck.stop_reason), code=stuck.error_code or "error")
             self.refuse(bad_row(row.number, row.line, row.custom_id, error, kind=row.kind), room=opened.room)
             return
         if row.tools is not None:
             completions = self.prepared.name_calls(row, completions)
-        prompt_tokens = sum(each.prompt_tokens for each in completions if each.sample == 0)
+        prompt_tokens = sum(output.prompt_tokens for output in completions if output.sample == 0)
         self._sink.put(
             row.number,
             to_json_line(self.prepared.source.format.answer(row, completions, self.prepared.header())),
             totals={
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": generated,
-                "cached_tokens": sum(each.cached_tokens for each in completions if each.sample == 0),
+                "cached_tokens": sum(output.cached_tokens for output in completions if output.sample == 0),
                 "room": opened.room,
                 "cut_chats": int(
-                    row.conversation is not None and all(each.finish_reason == "length" for each in completions)
+                    row.conversation is not None and all(output.finish_reason == "length" for output in completions)
                 ),
                 **structure_totals(completions),
                 **reasoning_totals(completions),
@@ -244,13 +246,13 @@ class RowProcessor:
         )
         text = row.shown
         shown = text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"
-        texts, reasons = zip(*((each.text, each.finish_reason) for each in completions), strict=True)
+        texts, reasons = zip(*((output.text, output.finish_reason) for output in completions), strict=True)
         self.told.row(ProgressFields(number=row.number, prompt=shown, texts=texts, finish_reasons=reasons))
 
     def check_complete(self) -> None:
         """Raise MoelightError if a row is still open."""
         if self._open:
-            first = min(each.row.line for each in self._open.values())
+            first = min(opened.row.line for opened in self._open.values())
             raise MoelightError(f"line {first} was never answered")
 
     def refuse(self, bad: BadRow, *, room: int = 0) -> None:

@@ -113,7 +113,7 @@ def bad_row(number: int, line: int, custom_id: str | None, error: Exception, *, 
 def structure_totals(completions: Sequence[Completion]) -> dict[str, int]:
     """Return the number of ``completions`` that do not match the requested structure: ``invalid`` ones, and those
     ``truncated`` by ``max_tokens`` or a stop. A count of 0 is absent."""
-    errors = [each.structure_error for each in completions if each.structure_error is not None]
+    errors = [completion.structure_error for completion in completions if completion.structure_error is not None]
     truncated = sum(error.code == TRUNCATED for error in errors)
     counts = {"invalid": len(errors) - truncated, "truncated": truncated}
     return {name: count for name, count in counts.items() if count}
@@ -127,10 +127,10 @@ def reasoning_totals(completions: Sequence[Completion]) -> dict[str, int]:
 
 def structure_fields(completion: Completion) -> dict[str, Any]:
     """The fields of an answer that had to be generated again, or has not the structure asked for; its text stays."""
-    said: dict[str, Any] = {} if completion.attempts == 1 else {"attempts": completion.attempts}
+    result: dict[str, Any] = {} if completion.attempts == 1 else {"attempts": completion.attempts}
     if completion.structure_error is not None:
-        said["error"] = asdict(completion.structure_error)
-    return said
+        result["error"] = asdict(completion.structure_error)
+    return result
 
 
 def to_json_line(row: dict[str, Any]) -> bytes:

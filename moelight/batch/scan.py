@@ -76,10 +76,10 @@ def scan(
             ids.add(row.custom_id, row.number)
         if isinstance(row, BadRow):
             summary.refuse(row)
-        elif isinstance(found := prompts_of(row), BadRow):
-            summary.refuse(found)
+        elif isinstance(prompts := prompts_of(row), BadRow):
+            summary.refuse(prompts)
         else:
-            summary.add(row.kind, found, samples=row.sampling.n, limit=limit_of(row, context))
+            summary.add(row.kind, prompts, samples=row.sampling.n, limit=limit_of(row, context))
             samplings.add(row.sampling)
         if time.monotonic() - last_s > _TOLD_EVERY_S:
             last_s = time.monotonic()
@@ -89,9 +89,9 @@ def scan(
     if repeated:
         # Known only after all ids: these rows were counted as served, and are not.
         for row in source.rows(skip=lambda number: number not in repeated):
-            if isinstance(row, Row) and not isinstance(found := prompts_of(row), BadRow):
+            if isinstance(row, Row) and not isinstance(prompts := prompts_of(row), BadRow):
                 limit = limit_of(row, context)
-                summary.withdraw(duplicate(row), found, samples=row.sampling.n, limit=limit)
+                summary.withdraw(duplicate(row), prompts, samples=row.sampling.n, limit=limit)
     return Scan(summary=summary, repeated=repeated)
 
 
@@ -105,9 +105,9 @@ def encode_row(row: Row, encode: Encode, context: int) -> list[tuple[int, ...]]:
     """Token ids of every prompt of ``row``; raises InputError for a prompt that is too long for the model's context, or
     leaves less of it than the row's ``max_tokens``. The last token of a prompt that is only scored needs no position in
     the context."""
-    prompts, most = encode(row), context - 1 if row.sampling.generates else context + 1
+    prompts, max_prompt = encode(row), context - 1 if row.sampling.generates else context + 1
     for prompt in prompts:
-        if len(prompt) > most:
+        if len(prompt) > max_prompt:
             raise InputError(
                 f"the prompt has {len(prompt)} tokens, the model's context is {context}", code="context_length_exceeded"
             )
@@ -129,12 +129,12 @@ def room(row: Row, tokens: int, context: int) -> int:
 def expected(row: Row, tokens: int, context: int) -> int:
     """The tokens that one sample of a prompt of ``row`` is planned with: the most that it may have or, if only the
     context limits it, as many as an answer is expected to have."""
-    most = room(row, tokens, context)
-    return most if row.sampling.max_tokens is not None else min(most, EXPECTED_GEN_LEN)
+    max_tokens = room(row, tokens, context)
+    return max_tokens if row.sampling.max_tokens is not None else min(max_tokens, EXPECTED_GEN_LEN)
 
 
 def limit_of(row: Row, context: int) -> RowLimit:
-    """What limits the answers of ``row``."""
+    """Return the limit of the answers of ``row``."""
     if row.sampling.max_tokens is None:
         return RowLimit(context=context)
     return RowLimit(default=None if row.limit is not None else row.sampling.max_tokens)
@@ -172,7 +172,7 @@ class _CustomIds:
         if not self._numbers:
             return frozenset()
         halves = np.frombuffer(self._digests, dtype=np.uint64).reshape(-1, 2)
-        numbers = np.frombuffer(self._numbers, dtype=np.int64)
-        order = np.lexsort((numbers, halves[:, 0], halves[:, 1]))
+        row_numbers = np.frombuffer(self._numbers, dtype=np.int64)
+        order = np.lexsort((row_numbers, halves[:, 0], halves[:, 1]))
         same = (halves[order[1:]] == halves[order[:-1]]).all(axis=1)
-        return frozenset(numbers[order[1:][same]].tolist())
+        return frozenset(row_numbers[order[1:][same]].tolist())

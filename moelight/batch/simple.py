@@ -24,7 +24,7 @@ from moelight.core.errors import InputError
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.chat import Conversation
 
-SAMPLING_FIELDS = tuple(each.name for each in fields(SamplingParams))
+SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 _FIELDS = (*PROMPT_FIELDS, "custom_id", *SAMPLING_FIELDS)
 
@@ -44,11 +44,14 @@ class SimpleFormat:
         if self.numbered:
             head["line"] = row.line
         first = completions[0]
-        generated = sum(each.completion_tokens for each in completions)
+        generated = sum(completion.completion_tokens for completion in completions)
         usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": generated}
         scored = {} if row.sampling.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs_row(first)}
         if row.sampling.n > 1:
-            choices = [{"index": each.sample, **self._said(row, each), **self._more(row, each)} for each in completions]
+            choices = [
+                {"index": completion.sample, **self._said(row, completion), **self._more(row, completion)}
+                for completion in completions
+            ]
             return {**head, "choices": choices, "usage": usage, **scored}
         return {**head, **self._said(row, first), "usage": usage, **self._more(row, first), **scored}
 
@@ -57,13 +60,13 @@ class SimpleFormat:
         return {**head, "line": bad.line, "error": {"code": bad.code, "message": bad.message}}
 
     def _said(self, row: Row, completion: Completion) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": completion.text, "finish_reason": completion.finish_reason}
+        result: dict[str, Any] = {"text": completion.text, "finish_reason": completion.finish_reason}
         if completion.reasoning_tokens is not None:
-            said["reasoning_content"] = completion.reasoning
-        said |= structure_fields(completion)
+            result["reasoning_content"] = completion.reasoning
+        result |= structure_fields(completion)
         if row.sampling.stop or row.sampling.stop_token_ids:
-            said["stop_reason"] = completion.stop_reason
-        return said
+            result["stop_reason"] = completion.stop_reason
+        return result
 
     def _more(self, row: Row, completion: Completion) -> dict[str, Any]:
         more: dict[str, Any] = {"token_ids": list(completion.token_ids)} if self.token_ids else {}
@@ -116,7 +119,7 @@ def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Sa
                 raise unknown_field(name, _FIELDS)
         kind = _kind(values)
         prompts, conversation = _asked(kind, values[kind])
-        given = {name: values[name] for name in values if name in SAMPLING_FIELDS and values[name] is not None}
+        set_fields = {name: values[name] for name in values if name in SAMPLING_FIELDS and values[name] is not None}
         return Row(
             number=number,
             line=line,
@@ -124,29 +127,31 @@ def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Sa
             kind="messages" if conversation is not None else "prompt",
             prompts=prompts,
             conversation=conversation,
-            sampling=samplings.make(given),
-            limit=given.get("max_tokens"),
+            sampling=samplings.make(set_fields),
+            limit=set_fields.get("max_tokens"),
         )
     except InputError as error:
         return bad_row(number, line, custom_id, error, kind="messages" if kind == "messages" else "prompt" * bool(kind))
 
 
 def _kind(values: Mapping[str, Any]) -> str:
-    given = [name for name in PROMPT_FIELDS if values.get(name) is not None]
-    if not given:
+    prompt_fields = [name for name in PROMPT_FIELDS if values.get(name) is not None]
+    if not prompt_fields:
         raise InputError("neither prompt nor messages is given", code="missing_prompt")
-    if len(given) > 1:
-        raise FieldError(f"both {given[0]} and {given[1]} are given; send one of them", param=given[0])
-    return given[0]
+    if len(prompt_fields) > 1:
+        raise FieldError(
+            f"both {prompt_fields[0]} and {prompt_fields[1]} are given; send one of them", param=prompt_fields[0]
+        )
+    return prompt_fields[0]
 
 
-def _asked(kind: str, given: Any) -> tuple[tuple[Prompt, ...], Conversation | None]:
+def _asked(kind: str, value: Any) -> tuple[tuple[Prompt, ...], Conversation | None]:
     if kind == "messages":
-        return (), Conversation(messages=read_messages(given))
+        return (), Conversation(messages=read_messages(value))
     if kind == "prompt":
-        if not isinstance(given, str):
+        if not isinstance(value, str):
             raise FieldError("prompt must be a string", param=kind)
-        return (given,), None
-    if not are_token_ids(given):
+        return (value,), None
+    if not are_token_ids(value):
         raise FieldError("prompt_token_ids must be a list of token ids", param=kind)
-    return (tuple(given),), None
+    return (tuple(value),), None

@@ -47,9 +47,9 @@ class InputSource:
         self._close = weakref.finalize(self, os.close, descriptor)
         start = self.start(8)
         self.packed = start.startswith(_GZIP)
-        for magic, what in _NOT_READ.items():
+        for magic, reason in _NOT_READ.items():
             if start.startswith(magic):
-                raise self.refusal(what)
+                raise self.refusal(reason)
 
     @property
     def read_bytes(self) -> int:
@@ -63,9 +63,9 @@ class InputSource:
     def close(self) -> None:
         self._close()
 
-    def refusal(self, why: str) -> InputError:
+    def refusal(self, reason: str) -> InputError:
         """The error of an input that cannot be read."""
-        return _refusal(self.name, why)
+        return _refusal(self.name, reason)
 
     def start(self, count: int) -> bytes:
         """The first bytes of the file as stored: at most ``count``."""
@@ -218,8 +218,8 @@ def _copied(stream: BinaryIO) -> int:
         return os.dup(copy.fileno())
 
 
-def _refusal(name: str, why: str) -> InputError:
-    return InputError(f"{name}: {why}", code="prompts_file")
+def _refusal(name: str, reason: str) -> InputError:
+    return InputError(f"{name}: {reason}", code="prompts_file")
 
 
 def _unreadable(name: str, error: OSError) -> InputError:

@@ -40,9 +40,9 @@ class LiveFile(Progress, ABC):
     new text. Without an fsync: after a power cut the file may be old or empty, and the job writes it again. ``trouble``
     is the reason why the file is not up to date; empty if it is."""
 
-    def __init__(self, path: Path, *, what: str) -> None:
+    def __init__(self, path: Path, *, label: str) -> None:
         self.trouble = ""
-        self._shown = f"{what} {path}"
+        self._shown = f"{label} {path}"
         # A symlink is kept and its target replaced. A pipe or a device cannot be replaced.
         self._target, self._partial = target(path), partial_of(path)
         self._due_s = -1.0
@@ -88,7 +88,7 @@ class StatusFile(LiveFile):
     Ids are file names, since no server assigns ids."""
 
     def __init__(self, path: Path, options: JobOptions, eta: TimeLeft) -> None:
-        super().__init__(path, what="status")
+        super().__init__(path, label="status")
         self._options, self._eta = options, eta
         self._counts = JobCounts()
         self._endpoint = ""
@@ -177,7 +177,7 @@ class StatusFile(LiveFile):
             "elapsed_seconds": round(counts.elapsed_s, 1),
             "pass": counts.passes,
             "binding": _binding(binding),
-            **({"engines": [_engine(each) for each in counts.engines]} if counts.engines else {}),
+            **({"engines": [_engine(engine) for engine in counts.engines]} if counts.engines else {}),
         }
 
 
@@ -211,7 +211,7 @@ class MetricsFile(LiveFile):
     def __init__(self, path: Path, model: str, eta: TimeLeft) -> None:
         from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
 
-        super().__init__(path, what="metrics")
+        super().__init__(path, label="metrics")
         disable_created_metrics()
         self._model = model
         self._eta = eta
@@ -231,8 +231,8 @@ class MetricsFile(LiveFile):
         self._latency = histogram(
             "vllm:e2e_request_latency_seconds", "Seconds from asking the engine to the whole answer.", _LATENCIES_S
         )
-        for each in (self._prompt, self._generated):
-            each.labels(model)
+        for counter in (self._prompt, self._generated):
+            counter.labels(model)
         self.begin()
 
     def started(self, start: JobStart) -> None:
@@ -297,14 +297,14 @@ class MetricsFile(LiveFile):
             yield "moelight_job_eta_seconds", "Seconds until the job ends, estimated.", left
         yield "moelight_passes_total", "Sweeps through all layers.", counts.passes
         if counts.engines:
-            answered = {each.name: float(each.rows) for each in counts.engines}
-            speeds = {each.name: each.tokens_per_s for each in counts.engines}
+            answered = {engine.name: float(engine.rows) for engine in counts.engines}
+            speeds = {engine.name: engine.tokens_per_s for engine in counts.engines}
             yield "moelight_engine_rows", "Rows that an engine of the cluster answered.", ("engine", answered)
             yield "moelight_engine_tokens_per_s", "Tokens that it generates in a second.", ("engine", speeds)
         if self._stats is None:
             return
-        busy = {str(lane): each.busy_s for lane, each in self._stats.lanes.items()}
-        moved = {str(lane): each.bytes for lane, each in self._stats.lanes.items()}
+        busy = {str(lane): lane_stats.busy_s for lane, lane_stats in self._stats.lanes.items()}
+        moved = {str(lane): lane_stats.bytes for lane, lane_stats in self._stats.lanes.items()}
         yield "moelight_lane_busy_seconds_total", "Seconds a lane was at work.", ("lane", busy)
         yield "moelight_transfer_bytes_total", "Bytes that crossed a lane.", ("lane", moved)
         peak = self._stats.peak_rss_bytes

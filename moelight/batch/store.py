@@ -67,8 +67,8 @@ class RowSet:
             self._bits += bits
 
     def __contains__(self, number: int) -> bool:
-        place = number >> 3
-        return place < len(self._bits) and self._bits[place] >> (number & 7) & 1 == 1
+        byte_index = number >> 3
+        return byte_index < len(self._bits) and self._bits[byte_index] >> (number & 7) & 1 == 1
 
     def __len__(self) -> int:
         return int.from_bytes(self._bits, "little").bit_count()
@@ -120,10 +120,10 @@ class WaitingRows:
             self.held_bytes -= len(data)
             return data, failed
         self._before_read()
-        found = self._base.execute("SELECT data, failed FROM waiting WHERE number = ?", (number,)).fetchone()
-        if found is None:
+        row = self._base.execute("SELECT data, failed FROM waiting WHERE number = ?", (number,)).fetchone()
+        if row is None:
             raise OSError(errno.EIO, f"row {number} is gone")
-        return found[0], bool(found[1])
+        return row[0], bool(row[1])
 
     def unsaved(self) -> list[WaitingRow]:
         """The rows that are in memory alone; a later call returns others."""
@@ -187,7 +187,7 @@ class JobRecord:
 
 
 _LATER = ("chosen",)  # values that earlier releases did not store
-_VALUES = tuple(each.name for each in fields(JobRecord) if each.name not in ("done", "extents"))
+_VALUES = tuple(column.name for column in fields(JobRecord) if column.name not in ("done", "extents"))
 
 
 class RowStore:
@@ -333,22 +333,22 @@ def _read(base: sqlite3.Connection, path: Path) -> JobRecord | None:
 
 
 def _record(base: sqlite3.Connection, path: Path) -> JobRecord:
-    found = {name: json.loads(value) for name, value in base.execute("SELECT name, value FROM job").fetchall()}
+    stored = {name: json.loads(value) for name, value in base.execute("SELECT name, value FROM job").fetchall()}
     record = JobRecord(
-        **{name: found[name] for name in _VALUES if name in found or name not in _LATER},
+        **{name: stored[name] for name in _VALUES if name in stored or name not in _LATER},
         done=RowSet(base.execute("SELECT part, bits FROM done ORDER BY part")),
     )
     for name, *extent in base.execute("SELECT file, first, past, crc FROM extents ORDER BY rowid"):
         record.extents.setdefault(name, []).append(ByteRange(*extent))
-    whole = base.execute("PRAGMA quick_check").fetchone()[0] == "ok"
+    intact = base.execute("PRAGMA quick_check").fetchone()[0] == "ok"
     torn = sum(zlib.crc32(data) != crc for data, crc in base.execute("SELECT data, crc FROM waiting"))
-    if not whole or torn or len(record.done) != record.completed + record.failed:
+    if not intact or torn or len(record.done) != record.completed + record.failed:
         raise _refusal(path, _DAMAGED)
     return record
 
 
-def _refusal(path: Path, why: str) -> InputError:
-    return InputError(f"{path}: {why} --restart starts anew", code="journal")
+def _refusal(path: Path, reason: str) -> InputError:
+    return InputError(f"{path}: {reason} --restart starts anew", code="journal")
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ class InputProblem(msgspec.Struct, kw_only=True, array_like=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimit:
-    """What limits the answers of a row, if it is not a ``max_tokens`` of its own: the ``default`` of the job or of the
-    row's endpoint, or the ``context`` of the model alone."""
+    """The limit of the answers of a row without its own ``max_tokens``: the ``default`` of the job or of the row's
+    endpoint, or the ``context`` of the model alone."""
 
     default: int | None = None
     context: int | None = None

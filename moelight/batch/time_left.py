@@ -48,11 +48,11 @@ class TimeLeft(Progress):
         before, self._at = self._at, counts
         prompt_tokens = counts.prompt_tokens - before.prompt_tokens
         work = self._prompt_cost * prompt_tokens + counts.generation_tokens - before.generation_tokens
-        whole = self._prompt_cost * counts.expected_prompt_tokens + counts.expected_tokens
+        total = self._prompt_cost * counts.expected_prompt_tokens + counts.expected_tokens
         if counts.running_s > before.running_s:
-            kept = math.exp(-work / (_REMEMBERED * whole)) if whole > 0 else 1.0
-            self._work = self._work * kept + work
-            self._seconds = self._seconds * kept + counts.running_s - before.running_s
+            weight = math.exp(-work / (_REMEMBERED * total)) if total > 0 else 1.0
+            self._work = self._work * weight + work
+            self._seconds = self._seconds * weight + counts.running_s - before.running_s
         since_s = counts.elapsed_s - self._predicted_at_s
         measured = counts.running_s >= _LEAST_S and self._work > 0
         if measured and (self._end_s is None or since_s >= _EVERY_S):
@@ -66,8 +66,8 @@ class TimeLeft(Progress):
         work = self._work + _PLAN_WEIGHT * self._planned_work
         end_s = counts.elapsed_s + (self._prompt_cost * prompt_tokens + tokens) * seconds / work
         if self._end_s is not None:
-            kept = math.exp(-since_s / min(_SMOOTHED_S, counts.running_s / 10))
-            end_s = kept * self._end_s + (1 - kept) * end_s
+            weight = math.exp(-since_s / min(_SMOOTHED_S, counts.running_s / 10))
+            end_s = weight * self._end_s + (1 - weight) * end_s
         self._end_s, self._predicted_at_s = end_s, counts.elapsed_s
         self.remaining_s = max(0.0, end_s - counts.elapsed_s)
 
@@ -77,7 +77,7 @@ class TimeLeft(Progress):
         as they become free."""
         counts = self._at
         unfinished = counts.running + counts.waiting
-        most = max(0.0, float(counts.expected_tokens - counts.generation_tokens))
+        max_left = max(0.0, float(counts.expected_tokens - counts.generation_tokens))
         if not unfinished:
             return 0.0
         length = (counts.expected_tokens - self._answer_tokens) / unfinished
@@ -85,4 +85,4 @@ class TimeLeft(Progress):
             length = min(length, counts.generation_tokens / self._answers)
         begun = counts.generation_tokens - self._answer_tokens
         running = max(counts.running * length - begun, counts.running * length / 2)
-        return min(most, counts.waiting * length + running)
+        return min(max_left, counts.waiting * length + running)

@@ -40,7 +40,7 @@ def report_as_dict(report: CheckpointReport) -> dict[str, Any]:
         "model": report.name,
         "runs": not report.refusals,
         "refusals": list(report.refusals),
-        "place": None if report.place is None else str(report.place),
+        "place": None if report.path is None else str(report.path),
         "model_type": report.model_type or None,
         "road": report.road or None,
         "context": report.context or None,
@@ -54,14 +54,14 @@ def _parts(report: CheckpointReport, width: int) -> Iterable[RenderableType | No
     if report.refusals:
         # The first line is that of a job, whatever the width of the terminal.
         print(printable(f"moelight: error: {report.refusals[0]}"))
-    if report.place is None:
+    if report.path is None:
         return
     head = text(("runs", "bold green"), f" {_ROADS[report.road]}") if not report.refusals else None
     yield stacked(*filter(None, (head, text((report.name, "bold"), f"  {_about(report)}".rstrip()))))
     if len(report.refusals) > 1:
         more = report.refusals[1 : _MAX_REFUSALS + 1]
         left = len(report.refusals) - 1 - len(more)
-        inside = f"{report.place}/"
+        inside = f"{report.path}/"
         lines = [*(line.removeprefix(inside) for line in more), *([f"{left:,} more"] if left else [])]
         yield section("more that does not fit", text("\n".join(lines)))
     if report.read:
@@ -126,33 +126,33 @@ def family_name(family: TensorFamily) -> str:
 
 
 def _text(report: CheckpointReport) -> Table:
-    found = report.text
-    assert found is not None
+    text_report = report.text
+    assert text_report is not None
     table = plain_table("", "")
     table.show_header = False
     table.columns[1].no_wrap = False
-    for name, words in _text_rows(found, report.context):
+    for name, words in _text_rows(text_report, report.context):
         table.add_row(text((name, "dim")), text(words))
     return table
 
 
-def _text_rows(found: TextReport, context: int) -> Iterable[tuple[str, str]]:
-    yield "tokenizer", f"{found.tokenizer}, {found.tokens:,} tokens, {found.special:,} of them special"
+def _text_rows(report: TextReport, context: int) -> Iterable[tuple[str, str]]:
+    yield "tokenizer", f"{report.tokenizer}, {report.tokens:,} tokens, {report.special:,} of them special"
     if context:
         yield "context", f"{context:,} tokens"
-    ends = _joined(f"{_short(words)} ({token})" for token, words in found.ends)
+    ends = _joined(f"{_short(words)} ({token})" for token, words in report.ends)
     yield "answers end at", ends or "max_tokens alone: no file says which token ends an answer"
     yield (
         "special tokens",
-        _joined(f"{role.removesuffix('_token')} {_short(words)}" for role, words in found.roles.items()),
+        _joined(f"{role.removesuffix('_token')} {_short(words)}" for role, words in report.roles.items()),
     )
-    if not found.template:
+    if not report.template:
         yield "chat template", "none: rows with messages are refused unless --chat-template names a file"
         return
-    names = "" if found.templates == ("default",) else f" ({_joined(found.templates)})"
-    yield "chat template", f"{found.template}{names}"
-    ending = {words for _, words in found.ends}
-    marked = (f"{_short(words)}{' (ends an answer)' if words in ending else ''}" for words in found.written)
+    names = "" if report.templates == ("default",) else f" ({_joined(report.templates)})"
+    yield "chat template", f"{report.template}{names}"
+    ending = {words for _, words in report.ends}
+    marked = (f"{_short(words)}{' (ends an answer)' if words in ending else ''}" for words in report.written)
     yield "  with the tokens", _joined(marked) or "no special token"
 
 

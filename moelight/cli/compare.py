@@ -55,21 +55,21 @@ def compare(
     check_activations(activations)
     check_output(output, as_json=as_json)
     say_missing_kernels()
-    found = compare_models(
+    comparison = compare_models(
         CompareOptions(
             model=model,
             reference=against,
             prompts=prompts,
             format=format,
             activations=activations,
-            space_bytes=parse_bytes(space, what="--space"),
+            space_bytes=parse_bytes(space, label="--space"),
             kv_dtype=kv_dtype,
             planning={"host_memory": host_memory, "device_memory": device_memory, "device": device},
         ),
         _tell,
     )
     measured = {"model": model, "reference": against, "kv_dtype": kv_dtype, "activations": activations or "auto"}
-    figures = measured | comparison_as_dict(found)
+    figures = measured | comparison_as_dict(comparison)
     if output is not None:
         write_output(output, [json.dumps(figures, indent=2), "\n"])
     if as_json:
@@ -78,48 +78,54 @@ def compare(
         return
     rounded = {"keys and values": kv_dtype, "activations": activations}
     words = "".join(f", {name} in int8" for name, how in rounded.items() if how == "int8")
-    _show(text((model, "bold"), f"{words}{',' * bool(words)} against ", (against, "bold")), found)
+    _show(text((model, "bold"), f"{words}{',' * bool(words)} against ", (against, "bold")), comparison)
 
 
-def _show(heading: Text, found: Comparison) -> None:
+def _show(heading: Text, comparison: Comparison) -> None:
     show(
         open_console(),
         heading,
-        _table(found),
+        _table(comparison),
         stacked(
-            text((f"{found.tokens:,} tokens of {found.prompts:,} prompts; {_kept_words(found)}", "dim")),
+            text((f"{comparison.tokens:,} tokens of {comparison.prompts:,} prompts; {_kept_words(comparison)}", "dim")),
             text(("intervals: 95 %, by bootstrap over prompts", "dim")),
         ),
     )
 
 
-def _check_kv_dtype(given: str) -> None:
-    known = ("auto", "int8")
-    if given not in known:
-        raise ConfigError(f"--kv-dtype {given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}")
+def _check_kv_dtype(kv_dtype: str) -> None:
+    choices = ("auto", "int8")
+    if kv_dtype not in choices:
+        raise ConfigError(
+            f"--kv-dtype {kv_dtype!r} is not one of {', '.join(choices)}{did_you_mean(kv_dtype, choices)}"
+        )
 
 
-def comparison_as_dict(found: Comparison) -> dict[str, Any]:
+def comparison_as_dict(comparison: Comparison) -> dict[str, Any]:
     """Plain values; ``exact``: the divergence is over the whole vocabulary, else a lower bound."""
-    return {"exact": found.kept == found.vocabulary, "intervals": "95 %, bootstrap over prompts", **asdict(found)}
+    return {
+        "exact": comparison.kept == comparison.vocabulary,
+        "intervals": "95 %, bootstrap over prompts",
+        **asdict(comparison),
+    }
 
 
-def _kept_words(found: Comparison) -> str:
-    if found.kept == found.vocabulary:
+def _kept_words(result: Comparison) -> str:
+    if result.kept == result.vocabulary:
         return "all tokens of the vocabulary"
     return (
-        f"the reference's {found.kept:,} likeliest tokens ({100 * found.mass:.3g} % of its probability) and the others "
-        "as one, so the divergence is a lower bound"
+        f"the reference's {result.kept:,} likeliest tokens ({100 * result.mass:.3g} % of its probability) and "
+        "the others as one, so the divergence is a lower bound"
     )
 
 
-def _table(found: Comparison) -> Table:
+def _table(comparison: Comparison) -> Table:
     rows = (
-        ("KL divergence, nats a token", found.kl, 1.0, ""),
-        ("same likeliest token", found.top1, 100.0, " %"),
-        ("perplexity", found.perplexity, 1.0, ""),
-        ("perplexity of the reference", found.reference_perplexity, 1.0, ""),
-        ("ratio of perplexities", found.ratio, 1.0, ""),
+        ("KL divergence, nats a token", comparison.kl, 1.0, ""),
+        ("same likeliest token", comparison.top1, 100.0, " %"),
+        ("perplexity", comparison.perplexity, 1.0, ""),
+        ("perplexity of the reference", comparison.reference_perplexity, 1.0, ""),
+        ("ratio of perplexities", comparison.ratio, 1.0, ""),
     )
     view = plain_table("", ">", "")
     for name, figure, factor, unit in rows:

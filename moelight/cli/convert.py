@@ -68,7 +68,7 @@ def convert(
         output=output,
         experts=Rounding.of(experts, group_size),
         dense=Rounding.of(dense) if dense != "keep" else None,
-        shard_bytes=parse_bytes(shard_size, what="--shard-size"),
+        shard_bytes=parse_bytes(shard_size, label="--shard-size"),
         keep=0.0 if keep is None else _share(keep),
         expert_profile=expert_profile,
         calibrate=calibrate,
@@ -76,10 +76,10 @@ def convert(
     )
     say_missing_kernels()
     lines = _ProgressLine()
-    found = convert_checkpoint(options, lines, _calibrating)
-    for name in found.left_out:
+    converted = convert_checkpoint(options, lines, _calibrating)
+    for name in converted.left_out:
         print(f"not copied: {name}", file=sys.stderr)
-    print(end_words(found, output, time.monotonic() - lines.began))
+    print(end_words(converted, output, time.monotonic() - lines.began))
 
 
 def _calibrating(done: int, total: int) -> None:
@@ -121,12 +121,12 @@ class _ProgressLine:
         )
 
 
-def end_words(found: Converted, output: Path, seconds: float) -> str:
+def end_words(result: Converted, output: Path, seconds: float) -> str:
     """Return the last line: sizes, bits of a rounded number, time."""
-    size = f"{format_bytes(found.source_bytes)} -> {format_bytes(found.bytes)}"
-    speed = f", {found.read_bytes / seconds / GB:.2f} GB/s" if found.read_bytes else ""
-    kept = f", {found.kept} experts kept" if found.kept else ""
-    if found.reached is not None:
-        kept += f", {found.reached} experts calibrated"
-    before = f", {found.files_before} of {found.files} files were there" if found.files_before else ""
-    return f"{output}: {size}, {found.bits:.2f} bits a number of what is rounded{kept}; {seconds:.1f} s{speed}{before}"
+    size = f"{format_bytes(result.source_bytes)} -> {format_bytes(result.bytes)}"
+    speed = f", {result.read_bytes / seconds / GB:.2f} GB/s" if result.read_bytes else ""
+    note = f", {result.kept_experts} experts kept" if result.kept_experts else ""
+    if result.reached is not None:
+        note += f", {result.reached} experts calibrated"
+    before = f", {result.files_before} of {result.files} files were there" if result.files_before else ""
+    return f"{output}: {size}, {result.bits:.2f} bits a number of what is rounded{note}; {seconds:.1f} s{speed}{before}"

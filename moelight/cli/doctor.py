@@ -42,7 +42,9 @@ def facts(model: Path | None = None) -> dict[str, Any]:
     """Return the facts that ``--json`` prints, sizes in bytes. ``model``: a directory of weights."""
     torch = _torch()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    versions = {name: next((each.version for each in distributions(name=name)), None) for name in LIBRARIES}
+    versions = {
+        name: next((distribution.version for distribution in distributions(name=name)), None) for name in LIBRARIES
+    }
     plugs = [PciSlot(**plug) for device in torch["devices"] if (plug := device["plug"]) is not None]
     return {
         "moelight": __version__,
@@ -72,8 +74,8 @@ def facts(model: Path | None = None) -> dict[str, Any]:
     }
 
 
-def print_facts(found: dict[str, Any]) -> None:
-    """Print the facts ``found`` as tables."""
+def print_facts(report: dict[str, Any]) -> None:
+    """Print the facts ``report`` as tables."""
     from rich.table import Table
 
     console = open_console()
@@ -81,31 +83,31 @@ def print_facts(found: dict[str, Any]) -> None:
         console.print(line, soft_wrap=True)
         console.print()
     about = Table.grid(padding=(0, 2))
-    for name, value in _about(found):
+    for name, value in _about(report):
         about.add_row(name, value)
     console.print(about)
     kernels = Table("operation", "served by", "why", title="kernels", title_justify="left", header_style="bold")
-    for row in found["kernels"]:
+    for row in report["kernels"]:
         kernels.add_row(row["operation"], row["implementation"], row["reason"])
     console.print()
     console.print(kernels)
 
 
-def _about(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    processor, cores, torch = found["processor"], found["cores"], found["torch"]
-    yield "moelight", f"{found['moelight']}  (Python {found['python']}, {found['platform']})"
-    yield "libraries", ", ".join(f"{name} {version}" for name, version in found["libraries"].items() if version)
+def _about(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    processor, cores, torch = report["processor"], report["cores"], report["torch"]
+    yield "moelight", f"{report['moelight']}  (Python {report['python']}, {report['platform']})"
+    yield "libraries", ", ".join(f"{name} {version}" for name, version in report["libraries"].items() if version)
     yield "processor", processor["name"]
     quota = "no quota" if cores["quota"] is None else f"a quota of {cores['quota']:g} processors"
     usable = f"{cores['usable']} cores, {cores['processors']} threads, {quota}"
     yield "", f"{processor['cores']} cores, {processor['threads']} threads; usable here: {usable}"
-    sets = ", ".join(name for name, there in processor["instructions"].items() if there)
+    sets = ", ".join(name for name, available in processor["instructions"].items() if available)
     yield "instructions", sets or f"{torch['cpu_capability']}, as torch sees it"
-    memory = {name: format_bytes(size) for name, size in found["memory"].items()}
+    memory = {name: format_bytes(size) for name, size in report["memory"].items()}
     yield "memory", f"{memory['physical_bytes']} physical, {memory['available_bytes']} available"
-    if found["memory"]["limit_bytes"] < found["memory"]["physical_bytes"]:
+    if report["memory"]["limit_bytes"] < report["memory"]["physical_bytes"]:
         yield "", f"{memory['limit_bytes']} is the limit of this control group"
-    yield from machine_lines(found)
+    yield from machine_lines(report)
     if torch["fault"]:
         yield "torch", f"does not load: {torch['fault']}"
     else:
@@ -114,27 +116,27 @@ def _about(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "device", f"{device['id']}: {device['name']}, {format_bytes(device['total_bytes'])}"
     if not torch["devices"] and not torch["fault"]:
         yield "device", "cpu only: torch sees no accelerator"
-    yield "extension", found["extension"]["reason"]
+    yield "extension", report["extension"]["reason"]
 
 
 def _torch() -> dict[str, Any]:
-    found: dict[str, Any] = {"fault": None, "threads": None, "cpu_capability": None, "devices": []}
+    result: dict[str, Any] = {"fault": None, "threads": None, "cpu_capability": None, "devices": []}
     try:
         import torch
     except (ImportError, OSError) as error:
-        return {**found, "fault": " ".join(str(error).split())}
-    found["threads"] = torch.get_num_threads()
-    found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        return {**result, "fault": " ".join(str(error).split())}
+    result["threads"] = torch.get_num_threads()
+    result["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
-        return found
+        return result
     kind = accelerator.type
     for index in range(torch.accelerator.device_count()):
         properties = torch.get_device_module(kind).get_device_properties(index)
         plug = pci_slot_of(torch.device(kind, index))
         device = {"id": f"{kind}:{index}", "name": properties.name, "total_bytes": properties.total_memory}
-        found["devices"].append({**device, "plug": None if plug is None else asdict(plug)})
-    return found
+        result["devices"].append({**device, "plug": None if plug is None else asdict(plug)})
+    return result
 
 
 def _forms(torch: dict[str, Any]) -> Iterator[Serving]:
@@ -145,8 +147,8 @@ def _forms(torch: dict[str, Any]) -> Iterator[Serving]:
     from moelight.profiles.hardware import KERNELS
     from moelight.runtime.machine_profile import kept_profile
 
-    kept = kept_profile(say=lambda _: None)
-    measured = {} if kept is None else dict(kept.kernels)
+    profile = kept_profile(say=lambda _: None)
+    measured = {} if profile is None else dict(profile.kernels)
     for name, form in variants.chosen().items():
         by = "the fastest here, as measured" if name in measured else "by default: `moelight profile` measures it"
         yield Serving(operation=name, implementation=measured.get(name, form), reason=f"{KERNELS[name]}; {by}")
@@ -179,7 +181,7 @@ def machine_facts(torch_threads: int | None, plugs: list[PciSlot], model: Path |
     shares = share_cores(topology, demands, at_most=torch_threads or len(topology.cores))
     weights = [] if model is None else sorted(model.glob("*.safetensors"))
     wanted = sum(file.stat().st_size for file in weights) or int(_FREE * measure.available_bytes())
-    place = place_memory(topology, wanted, device_node=node, refusal=why_not_placed())
+    placement = place_memory(topology, wanted, device_node=node, refusal=why_not_placed())
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "cores": {
@@ -190,9 +192,9 @@ def machine_facts(torch_threads: int | None, plugs: list[PciSlot], model: Path |
         },
         "threads": {key: value for key, value in asdict(shares).items() if key != "shared"},
         "numa": {
-            "nodes": [asdict(each) for each in topology.nodes],
+            "nodes": [asdict(numa_node) for numa_node in topology.nodes],
             "devices": [asdict(plug) for plug in plugs],
-            "placement": {"for_bytes": wanted, **asdict(place)},
+            "placement": {"for_bytes": wanted, **asdict(placement)},
         },
         "huge_pages": _huge_pages(),
         "locked_limit_bytes": None if locked == resource.RLIM_INFINITY else locked,
@@ -200,25 +202,25 @@ def machine_facts(torch_threads: int | None, plugs: list[PciSlot], model: Path |
     }
 
 
-def machine_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def machine_lines(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the facts of `machine_facts` as lines of text: name and value."""
-    yield "threads", found["threads"]["reason"]
-    nodes = found["numa"]["nodes"]
+    yield "threads", report["threads"]["reason"]
+    nodes = report["numa"]["nodes"]
     for node in nodes:
         room = f"{format_bytes(node['total_bytes'])}, {format_bytes(node['available_bytes'])} available"
         yield "NUMA" if node is nodes[0] else "", f"node {node['number']}: {room}"
-    for plug in found["numa"]["devices"]:
+    for plug in report["numa"]["devices"]:
         rate = "" if plug["bytes_per_s"] is None else f", its link carries {plug['bytes_per_s'] / 1e9:.0f} GB/s"
         where = "an unknown node" if plug["node"] is None else f"node {plug['node']}"
         yield "", f"device at {plug['address']}: {where}{rate}"
-    placement = found["numa"]["placement"]
+    placement = report["numa"]["placement"]
     kind = "where the system puts it" if placement["kind"] == "anywhere" else placement["kind"]
     yield "host memory", f"{kind}: {placement['reason']}"
-    yield "huge pages", _HUGE[found["huge_pages"]]
-    if found["numa"]["devices"]:
-        limit = found["locked_limit_bytes"]
+    yield "huge pages", _HUGE[report["huge_pages"]]
+    if report["numa"]["devices"]:
+        limit = report["locked_limit_bytes"]
         yield "pinning", f"ulimit -l: {'unlimited' if limit is None else format_bytes(limit)}"
-    reads = found["direct_reads"]
+    reads = report["direct_reads"]
     yield "direct reads", f"{_SAID[reads['direct']]}, from {reads['directory']}: {reads['reason']}"
 
 
@@ -233,18 +235,18 @@ _HUGE = {
 
 def _huge_pages(*, sys: Path = SYS) -> str | None:
     try:
-        said = (sys / "kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
+        setting = (sys / "kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
     except OSError:
         return None
-    chosen = said.partition("[")[2].partition("]")[0]
+    chosen = setting.partition("[")[2].partition("]")[0]
     return chosen if chosen in _HUGE else None
 
 
 def _direct_reads(directory: Path, files: list[Path]) -> dict[str, Any]:
     """Test whether reads bypass the page cache, on the first of ``files`` or, without any, on a temporary file."""
-    found: dict[str, Any] = {"directory": str(directory), "direct": None}
+    result: dict[str, Any] = {"directory": str(directory), "direct": None}
     if not native.available():
-        return {**found, "direct": False, "reason": "without the extension files are read through the page cache"}
+        return {**result, "direct": False, "reason": "without the extension files are read through the page cache"}
     try:
         import torch
 
@@ -263,9 +265,9 @@ def _direct_reads(directory: Path, files: list[Path]) -> dict[str, Any]:
             reader.submit([part]).wait()
             direct = reader.direct(file)
     except (OSError, ImportError) as error:
-        return {**found, "reason": " ".join(str(error).split())}
-    said = "past the page cache" if direct else "the file system refuses, so they go through the page cache"
-    return {**found, "direct": direct, "reason": said}
+        return {**result, "reason": " ".join(str(error).split())}
+    reason = "past the page cache" if direct else "the file system refuses, so they go through the page cache"
+    return {**result, "direct": direct, "reason": reason}
 
 
 @with_options()
@@ -282,8 +284,8 @@ def doctor(
         if model != DEMO and not directory.is_dir():  # unlike other commands, this one does not query the hub
             raise InputError(f"--model {model}: no such directory")
         directory = resolve_model(model)
-    found = facts(directory)
+    report = facts(directory)
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
-        print_facts(found)
+        print_facts(report)

@@ -205,7 +205,7 @@ class RayArguments:
 
 
 @with_options()
-def generate(given: JobArguments, cluster: RayArguments) -> None:
+def generate(arguments: JobArguments, cluster: RayArguments) -> None:
     """Answer every row of PROMPTS. Run again, the same command resumes where it was interrupted.
 
     A row is a line of an OpenAI batch file, or {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}
@@ -213,22 +213,22 @@ def generate(given: JobArguments, cluster: RayArguments) -> None:
     """
     from moelight.cli.job_display import forecast_and_report, run_and_report
 
-    if given.as_json and not given.dry_run:
+    if arguments.as_json and not arguments.dry_run:
         raise ConfigError("--json goes with --dry-run; rows are JSON lines already")
-    as_table = given.show if given.show is not None else given.output is None and sys.stdout.isatty()
-    options = read_options(given, as_table=as_table)
+    as_table = arguments.show if arguments.show is not None else arguments.output is None and sys.stdout.isatty()
+    options = read_options(arguments, as_table=as_table)
     nodes = read_cluster(cluster)
     say_missing_kernels()
-    with _naming_schema(given.json_schema):
-        if given.dry_run:
-            code = forecast_and_report(options, as_json=given.as_json, nodes=nodes)
+    with _naming_schema(arguments.json_schema):
+        if arguments.dry_run:
+            code = forecast_and_report(options, as_json=arguments.as_json, nodes=nodes)
         else:
             code = run_and_report(options, as_table=as_table, nodes=nodes)
     if code:
         raise typer.Exit(code)
 
 
-def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
+def read_options(arguments: JobArguments, *, as_table: bool) -> JobOptions:
     """Return the job of the options; without ``--output``, rows go to the table if ``as_table``, else to stdout."""
     from moelight.batch.options import Durability, JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
@@ -237,116 +237,120 @@ def read_options(given: JobArguments, *, as_table: bool) -> JobOptions:
     from moelight.optimizer.fixed_values import check_activations, check_dtype
     from moelight.scheduler import SCHEDULES
 
-    if given.schedule is not None:
-        SCHEDULES.get(given.schedule)
-    check_activations(given.activations)
-    check_dtype(given.dtype)
-    policy = None if given.policy is None else read_policy(given.policy, given)
+    if arguments.schedule is not None:
+        SCHEDULES.get(arguments.schedule)
+    check_activations(arguments.activations)
+    check_dtype(arguments.dtype)
+    policy = None if arguments.policy is None else read_policy(arguments.policy, arguments)
     sampling = {
-        **_fields_of(SamplingParams, given),
-        "stop": tuple(given.stop or ()),
-        "stop_token_ids": tuple(given.stop_token_id or ()),
-        "structured_outputs": read_constraint(given),
+        **_fields_of(SamplingParams, arguments),
+        "stop": tuple(arguments.stop or ()),
+        "stop_token_ids": tuple(arguments.stop_token_id or ()),
+        "structured_outputs": read_constraint(arguments),
     }
-    if given.order not in _ORDERS:
-        raise ConfigError(f"--order must be {' or '.join(_ORDERS)}, not {given.order!r}")
-    static = given.expert_policy == "static"
-    if static and given.expert_profile is not None:
-        raise ConfigError(f"--expert-policy static and --expert-profile {given.expert_profile} contradict each other")
-    named = given.expert_policy not in (None, "static", "default")
+    if arguments.order not in _ORDERS:
+        raise ConfigError(f"--order must be {' or '.join(_ORDERS)}, not {arguments.order!r}")
+    static = arguments.expert_policy == "static"
+    if static and arguments.expert_profile is not None:
+        raise ConfigError(
+            f"--expert-policy static and --expert-profile {arguments.expert_profile} contradict each other"
+        )
+    named = arguments.expert_policy not in (None, "static", "default")
     experts = ExpertOptions(
-        policy=load_expert_policy(str(given.expert_policy)) if named else None,
+        policy=load_expert_policy(str(arguments.expert_policy)) if named else None,
         learn=not static,
-        profile=given.expert_profile,
-        trace=given.routing_trace,
+        profile=arguments.expert_profile,
+        trace=arguments.routing_trace,
     )
     options: dict[str, Any] = {
-        **_fields_of(JobOptions, given),
+        **_fields_of(JobOptions, arguments),
         "policy": policy,
-        "kv_dtype": read_kv_dtype(given),
+        "kv_dtype": read_kv_dtype(arguments),
         "sampling": SamplingParams(**sampling),
-        "durability": Durability(**_fields_of(Durability, given), sync_s=given.sync_interval),
+        "durability": Durability(**_fields_of(Durability, arguments), sync_s=arguments.sync_interval),
         "experts": experts,
     }
     for name in ("host_memory", "device_memory"):
         if options[name] is not None:
-            options[name] = parse_bytes(options[name], what=flag(name))
-    if given.model is None:
+            options[name] = parse_bytes(options[name], label=flag(name))
+    if arguments.model is None:
         options["model"] = "demo" if policy is None else policy.model
-    if given.output is None and not as_table:
+    if arguments.output is None and not as_table:
         options["output"] = STANDARD_OUTPUT
     return JobOptions(**options)
 
 
-def read_cluster(given: RayArguments) -> ClusterOptions | None:
+def read_cluster(arguments: RayArguments) -> ClusterOptions | None:
     """Return the cluster of the options; None without ``--ray``. Raise ConfigError where Ray is not installed."""
-    if given.ray is None:
-        for each in fields(given):
-            if getattr(given, each.name) is not None:
-                raise ConfigError(f"{flag(each.name)} goes with --ray local or --ray ADDRESS")
+    if arguments.ray is None:
+        for field in fields(arguments):
+            if getattr(arguments, field.name) is not None:
+                raise ConfigError(f"{flag(field.name)} goes with --ray local or --ray ADDRESS")
         return None
     from moelight.integrations.ray.cluster import ClusterOptions, require_ray
 
     require_ray()
     amounts: dict[str, float] = {}
-    for name, value in _pairs("--ray-resource", given.ray_resource):
+    for name, value in _pairs("--ray-resource", arguments.ray_resource):
         try:
             amounts[name] = float(value)
         except ValueError:
             raise ConfigError(f"--ray-resource {name}={value}: the amount must be a number") from None
     return ClusterOptions(
-        address=given.ray,
-        engines=given.ray_engines,
-        num_cpus=given.ray_num_cpus,
-        num_gpus=given.ray_num_gpus,
+        address=arguments.ray,
+        engines=arguments.ray_engines,
+        num_cpus=arguments.ray_num_cpus,
+        num_gpus=arguments.ray_num_gpus,
         resources=amounts,
-        labels=dict(_pairs("--ray-label", given.ray_label)),
+        labels=dict(_pairs("--ray-label", arguments.ray_label)),
     )
 
 
-def _pairs(option: str, given: list[str] | None) -> list[tuple[str, str]]:
-    for each in given or ():
-        if not all(each.partition("=")):
-            raise ConfigError(f"{option} {each}: must be NAME=VALUE")
-    return [(name, value) for name, _, value in (each.partition("=") for each in given or ())]
+def _pairs(option: str, values: list[str] | None) -> list[tuple[str, str]]:
+    for pair in values or ():
+        if not all(pair.partition("=")):
+            raise ConfigError(f"{option} {pair}: must be NAME=VALUE")
+    return [(name, value) for name, _, value in (pair.partition("=") for pair in values or ())]
 
 
-def read_kv_dtype(given: JobArguments) -> str:
+def read_kv_dtype(job: JobArguments) -> str:
     """Return the format of keys and values; refuse ``--allow`` of experts, which are run as they are stored."""
     from moelight.optimizer.allowed import AUTO, CHOOSE, KV8, WEIGHTS, parse_allowed
 
-    allowed = parse_allowed(given.allow)
+    allowed = parse_allowed(job.allow)
     for name in WEIGHTS:
         if name in allowed:
             raise ConfigError(
-                f"--allow {name}: generate runs experts as they are stored; moelight convert {given.model or 'MODEL'} "
+                f"--allow {name}: generate runs experts as they are stored; moelight convert {job.model or 'MODEL'} "
                 f"OUT --experts {name} makes a checkpoint that stores them so"
             )
     if KV8 not in allowed:
-        return given.kv_dtype
-    if given.kv_dtype != AUTO:
-        raise ConfigError(f"--allow {KV8} and --kv-dtype {given.kv_dtype} both say what the plan may use; drop one")
+        return job.kv_dtype
+    if job.kv_dtype != AUTO:
+        raise ConfigError(f"--allow {KV8} and --kv-dtype {job.kv_dtype} both say what the plan may use; drop one")
     return CHOOSE
 
 
-def _fields_of(kind: type[Any], given: JobArguments) -> dict[str, Any]:
+def _fields_of(kind: type[Any], arguments: JobArguments) -> dict[str, Any]:
     """Return the arguments that are fields of the dataclass ``kind``."""
-    return {each.name: getattr(given, each.name) for each in fields(kind) if hasattr(given, each.name)}
+    return {field.name: getattr(arguments, field.name) for field in fields(kind) if hasattr(arguments, field.name)}
 
 
-def read_constraint(given: JobArguments) -> StructuredOutputs | None:
+def read_constraint(arguments: JobArguments) -> StructuredOutputs | None:
     """Return the constraint that every completion must match; None if no option gives one."""
-    options = {"--json-schema": given.json_schema, "--regex": given.regex, "--choice": given.choice or None}
+    options = {"--json-schema": arguments.json_schema, "--regex": arguments.regex, "--choice": arguments.choice or None}
     names = [name for name, value in options.items() if value is not None]
     if len(names) > 1:
         raise ConfigError(f"{' and '.join(names)} contradict each other: a completion matches one of them")
-    if given.json_schema is None:
-        return StructuredOutputs(regex=given.regex, choice=given.choice or None) if names else None
+    if arguments.json_schema is None:
+        return StructuredOutputs(regex=arguments.regex, choice=arguments.choice or None) if names else None
     try:
-        return StructuredOutputs(json=read_json(given.json_schema), strict=given.strict, resamplings=given.resamplings)
+        return StructuredOutputs(
+            json=read_json(arguments.json_schema), strict=arguments.strict, resamplings=arguments.resamplings
+        )
     except (OSError, ValueError) as error:
         reason = read_error_text(error)
-        raise ConfigError(f"--json-schema {given.json_schema}: cannot be read as JSON ({reason})") from None
+        raise ConfigError(f"--json-schema {arguments.json_schema}: cannot be read as JSON ({reason})") from None
 
 
 @contextmanager
@@ -361,12 +365,12 @@ def _naming_schema(path: Path | None) -> Iterator[None]:
         raise InputError(f"--json-schema {path}: {text}", code=error.code) from None
 
 
-def read_policy(path: Path, given: JobArguments) -> Policy:
+def read_policy(path: Path, arguments: JobArguments) -> Policy:
     """Return the policy in ``path``; an option of `_PLANNED` or a policy that the engine cannot run is refused."""
     from moelight.optimizer.runnable import policy_faults
     from moelight.profiles.policy_files import load_policy
 
-    refuse_beside(f"--policy {path}", given, _PLANNED, "the policy says how to run")
+    refuse_beside(f"--policy {path}", arguments, _PLANNED, "the policy says how to run")
     policy = load_policy(path)
     if faults := policy_faults(policy):
         raise ConfigError(f"--policy {path} cannot be run: {'; '.join(faults)}")

@@ -75,25 +75,25 @@ def inspect(
 
 def least_bytes(question: ask.Question) -> dict[str, int]:
     """Return, by tier, the fewest bytes with which a plan fits while the other tiers keep their sizes; 0 if none."""
-    found = {}
+    least = {}
     for tier in _NEEDED:
         if question.hardware.tier(tier) is None:
             continue
         limits, constraints = {**question.limits, tier: 1}, {**question.constraints, "cache": False, "proof": False}
         try:
             replace(question, limits=limits, constraints=constraints).plan()
-            found[tier] = 0
+            least[tier] = 0
         except BudgetError as error:
             if error.tier == tier:
-                found[tier] = error.needed_bytes
-    return found
+                least[tier] = error.needed_bytes
+    return least
 
 
 def inspection_as_dict(
     model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict[str, int]
 ) -> dict[str, Any]:
     """Return the inventory as plain values, sizes in bytes; ``machine``, ``memory`` and ``why`` only with ``plan``."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": model.name,
         "model_type": model.model_type,
         "dtype": parts.dtype,
@@ -116,10 +116,10 @@ def inspection_as_dict(
         from moelight.optimizer.plan import plan_as_dict
 
         tiers = plan_as_dict(plan)["memory"]
-        found["machine"] = plan.hardware
-        found["memory"] = {tier: {**use, "least_bytes": least.get(tier)} for tier, use in tiers.items()}
-        found["why"] = plan.why
-    return found
+        result["machine"] = plan.hardware
+        result["memory"] = {tier: {**use, "least_bytes": least.get(tier)} for tier, use in tiers.items()}
+        result["why"] = plan.why
+    return result
 
 
 def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict[str, int]) -> None:
@@ -132,14 +132,14 @@ def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict
         f", {count_text(parts.active)} ({share_text(parts.active / parts.total_parameters)}) active for a token; "
         f"{format_bytes(parts.total_bytes)} of weights",
     )
-    kept = {
+    sizes = {
         "keys and values of one token": parts.kv_token_bytes or None,
         "states of one sequence": parts.state_bytes or None,
         "more of one token": parts.state_token_bytes or None,
     }
     page = text(
         f"{paged} (a page): {format_bytes(parts.page_bytes)}, {parts.pages:,} of them; "
-        + "; ".join(f"{what}: {format_bytes(size)}" for what, size in kept.items() if size)
+        + "; ".join(f"{label}: {format_bytes(size)}" for label, size in sizes.items() if size)
     )
     show(
         open_console(),

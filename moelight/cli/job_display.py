@@ -102,31 +102,33 @@ def _bound(open_ended: bool) -> str:
 
 def log_line(counts: JobCounts, left_s: float | None, binding: Binding | None = None) -> str:
     """Return the progress line: rows, failures, speed, binding lane and time left."""
-    said = (
+    parts = (
         rows_text(counts),
         f"{counts.failed:,} failed" if counts.failed else "",
         *_speed_words(counts, binding),
         f"{about_text(left_s)} left" if left_s is not None and counts.state == "in_progress" else "",
     )
-    return ", ".join(filter(None, said))
+    return ", ".join(filter(None, parts))
 
 
 def engine_lines(counts: JobCounts) -> list[str]:
     """Return a line for each of the slowest `_MOST_ENGINES` engines of a cluster, those that end last first."""
-    engines = sorted(counts.engines, key=lambda each: -(each.eta_s or 0.0))[:_MOST_ENGINES]
+    engines = sorted(counts.engines, key=lambda engine: -(engine.eta_s or 0.0))[:_MOST_ENGINES]
     return [
         ", ".join(
             filter(
                 None,
                 (
-                    f"{each.name}: {each.rows:,} rows",
-                    each.state if each.state != "running" else f"{each.tokens_per_s:,.0f} tok/s",
-                    "" if each.binding is None else f"{each.binding.lane} {share_text(each.binding.share)}",
-                    "" if each.eta_s is None else f"holds {each.running + each.queued:,}, {about_text(each.eta_s)}",
+                    f"{engine.name}: {engine.rows:,} rows",
+                    engine.state if engine.state != "running" else f"{engine.tokens_per_s:,.0f} tok/s",
+                    "" if engine.binding is None else f"{engine.binding.lane} {share_text(engine.binding.share)}",
+                    ""
+                    if engine.eta_s is None
+                    else f"holds {engine.running + engine.queued:,}, {about_text(engine.eta_s)}",
                 ),
             )
         )
-        for each in engines
+        for engine in engines
     ]
 
 
@@ -288,7 +290,7 @@ class TableOfRows(Progress):
         table = Table(show_lines=True, header_style="bold", expand=False)
         table.add_column("prompt", overflow="fold", ratio=1)
         table.add_column("completion", overflow="fold", ratio=1)
-        for shown in sorted(self._rows, key=lambda each: each.number):
+        for shown in sorted(self._rows, key=lambda row: row.number):
             table.add_row(Text(printable(shown.prompt)), _answer(shown))
         return table
 
@@ -335,12 +337,12 @@ class View(Progress):
         self._start_plan, self._counts = start.plan, start.counts
         self.say(start_line(start))
 
-    def planned(self, why: str) -> None:
-        if why != self._start_plan:
-            self.say(why)
+    def planned(self, description: str) -> None:
+        if description != self._start_plan:
+            self.say(description)
 
-    def adapted(self, why: str) -> None:
-        self.say(why)
+    def adapted(self, reason: str) -> None:
+        self.say(reason)
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:  # noqa: ARG002
         self._binding = binding or self._binding
@@ -449,8 +451,8 @@ class Bar(View):
         super().started(start)
         self._doing = "loading the model"
 
-    def planned(self, why: str) -> None:
-        super().planned(why)
+    def planned(self, description: str) -> None:
+        super().planned(description)
         self._doing = ""
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
@@ -485,8 +487,8 @@ class Bar(View):
         done, likely = self._tokens
         elapsed = clock_text(max(counts.elapsed_s, time.monotonic() - self._began_s))
         tokens = f"{tokens_text(done)}/{tokens_text(likely)} tokens"
-        said = (tokens, *_speed_words(counts, self._binding), f"{elapsed} so far")
-        second = Text("  ".join(filter(None, said)), style="dim")
+        parts = (tokens, *_speed_words(counts, self._binding), f"{elapsed} so far")
+        second = Text("  ".join(filter(None, parts)), style="dim")
         if counts.failed:
             second.append(f"  {counts.failed:,} failed", style="red not dim")
         for line in (first, second):
@@ -544,17 +546,17 @@ def _rows(summary: ScanSummary) -> RenderableType:
 def _problems(summary: ScanSummary) -> RenderableType:
     table = plain_table(">rows", "code", ">first line", "says")
     table.columns[3].no_wrap = False
-    for code, found in sorted(summary.problems.items(), key=lambda item: -item[1].count):
-        count = text((f"{found.count:,}", "red"))
-        table.add_row(count, printable(code), f"{found.first_line:,}", printable(found.message))
+    for code, problem in sorted(summary.problems.items(), key=lambda item: -item[1].count):
+        count = text((f"{problem.count:,}", "red"))
+        table.add_row(count, printable(code), f"{problem.first_line:,}", printable(problem.message))
     return table
 
 
 def _notes(summary: ScanSummary) -> RenderableType:
     table = plain_table(">rows", ">first line", "says")
     table.columns[2].no_wrap = False
-    for note, found in summary.notes.items():
-        table.add_row(f"{found.count:,}", f"{found.first_line:,}", printable(note))
+    for note, occurrence in summary.notes.items():
+        table.add_row(f"{occurrence.count:,}", f"{occurrence.first_line:,}", printable(note))
     return table
 
 
@@ -567,11 +569,11 @@ def _histogram(counts: Sequence[int], width: int) -> RenderableType:
     while len(buckets) > _MOST_BUCKETS:
         (least, _, few), (_, last, more), *longer = buckets
         buckets = [(least, last, few + more), *longer]
-    most = max((count for _, _, count in buckets), default=0)
+    highest = max((count for _, _, count in buckets), default=0)
     room = max(12, min(_WIDEST_BAR, width - 36))
     for least, last, count in buckets:
         spoken = f"{least:,}" if least == last else f"{least:,} to {last:,}"
-        table.add_row(spoken, f"{count:,}", bar(count / most, room, ground="grey15"))
+        table.add_row(spoken, f"{count:,}", bar(count / highest, room, ground="grey15"))
     return table
 
 
@@ -604,12 +606,17 @@ def _time(forecast: Forecast, width: int) -> RenderableType:
 
 def _engines(forecast: Forecast) -> Table:
     table = plain_table("engine", ">share", ">rows", ">tokens/s", "binding", ">time at most")
-    for each in forecast.engines:
-        if each.refused:
-            table.add_row(each.name, "–", "–", "–", printable(each.refused), "–")
+    for engine in forecast.engines:
+        if engine.refused:
+            table.add_row(engine.name, "–", "–", "–", printable(engine.refused), "–")
             continue
-        seconds = "–" if each.seconds is None else about_text(each.seconds)
+        seconds = "–" if engine.seconds is None else about_text(engine.seconds)
         table.add_row(
-            each.name, share_text(each.share), f"{each.rows:,}", rate_or_count(each.tokens_per_s), each.binding, seconds
+            engine.name,
+            share_text(engine.share),
+            f"{engine.rows:,}",
+            rate_or_count(engine.tokens_per_s),
+            engine.binding,
+            seconds,
         )
     return table

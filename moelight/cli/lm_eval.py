@@ -59,9 +59,9 @@ def completed(arguments: Sequence[str]) -> list[str]:
     asked = ArgumentParser(add_help=False, allow_abbrev=False)
     asked.add_argument("--model", "-M")
     asked.add_argument("--config", "-C", type=Path)
-    given = asked.parse_known_args(rest)[0]
-    filed = _read_config(given.config) if given.config is not None else {}
-    if (given.model or filed.get("model", MODEL)) != MODEL:
+    parsed = asked.parse_known_args(rest)[0]
+    filed = _read_config(parsed.config) if parsed.config is not None else {}
+    if (parsed.model or filed.get("model", MODEL)) != MODEL:
         return [command, *rest]
     defaults = [(f"--{name}", value) for name, value in _DEFAULTS.items() if name not in filed]
     return [command, *(part for pair in defaults for part in pair), *rest]
@@ -71,7 +71,7 @@ def _read_config(path: Path) -> dict[str, object]:
     import yaml
 
     try:
-        values = yaml.safe_load(read_text(path, most=_MOST_CONFIG_BYTES))
+        values = yaml.safe_load(read_text(path, max_bytes=_MOST_CONFIG_BYTES))
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error})") from None
     except (OSError, ValueError, RecursionError) as error:

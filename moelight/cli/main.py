@@ -88,11 +88,11 @@ _ATTRIBUTES = {"optimize": "optimize_command", "simulate": "simulate_command"}
 @cache
 def _command(name: str) -> Any:
     module = name.replace("-", "_")
-    found = getattr(importlib.import_module(f"moelight.cli.{module}"), _ATTRIBUTES.get(name, module))
-    if isinstance(found, typer.Typer):
-        return typer.main.get_command(found)
+    loaded = getattr(importlib.import_module(f"moelight.cli.{module}"), _ATTRIBUTES.get(name, module))
+    if isinstance(loaded, typer.Typer):
+        return typer.main.get_command(loaded)
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    alone.command(name=name, context_settings=_SETTINGS.get(name))(found)
+    alone.command(name=name, context_settings=_SETTINGS.get(name))(loaded)
     return typer.main.get_command(alone)
 
 
@@ -154,10 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its hints are on packages for GPUs
     shield_streams()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         command = typer.main.get_command(app)
-        with command.make_context("moelight", list(given)) as context:
+        with command.make_context("moelight", list(argv)) as context:
             command.invoke(context)
         sys.stdout.flush()
     except typer.Exit as leave:
@@ -179,15 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _forget_stdout()
             return PIPE_CLOSED
         # The argument parser of lm-eval exits with 0 after its help text and with 2 after a usage error.
-        return int(leave.code) if leave.code in (0, REFUSED) else _fault(leave, given)
+        return int(leave.code) if leave.code in (0, REFUSED) else _fault(leave, argv)
     except BaseException as error:  # a panic of a Rust library is not an Exception
-        return _fault(error, given)
+        return _fault(error, argv)
     return 0
 
 
-def _fault(error: BaseException, given: Sequence[str]) -> int:
+def _fault(error: BaseException, argv: Sequence[str]) -> int:
     """Report an internal error and return `INTERNAL`; Python's own exit code, 1, means rows with errors."""
-    if "--traceback" in given:
+    if "--traceback" in argv:
         traceback.print_exc()
     else:
         hint = "run moelight --traceback ... for the stack"

@@ -52,7 +52,7 @@ def models(
 def _list(*, as_json: bool) -> None:
     from moelight.models.graph.family_table import known_table, self_tests, versions
 
-    theirs, torch, own = versions()
+    theirs, torch, moelight_version = versions()
     table = known_table()
     if table is None:
         print(f"looking at the families of transformers {theirs}: a few minutes, once", file=sys.stderr)
@@ -61,42 +61,42 @@ def _list(*, as_json: bool) -> None:
         table = judge_families()
     passed = self_tests()
     if as_json:
-        families = [family_as_dict(each, passed) for each in table.families]
-        print_json({"transformers": theirs, "torch": torch, "moelight": own, "families": families})
+        families = [family_as_dict(family, passed) for family in table.families]
+        print_json({"transformers": theirs, "torch": torch, "moelight": moelight_version, "families": families})
         return
-    runs = [each for each in table.families if each.how is not None]
-    kinds = ", ".join(f"{sum(each.how == how for each in runs)} {how}" for how in ("native", "graph", "opaque"))
+    runs = [family for family in table.families if family.how is not None]
+    kinds = ", ".join(f"{sum(family.how == how for family in runs)} {how}" for how in ("native", "graph", "opaque"))
     show(
         open_console(),
         text((f"transformers {theirs}", "bold"), f": {len(runs)} of {len(table.families)} families run ({kinds})"),
         _families(runs, passed),
-        _others([each for each in table.families if each.how is None]),
+        _others([family for family in table.families if family.how is None]),
         text(("moelight models NAME says more of one, or of the config.json in a directory, and tests it", "dim")),
     )
 
 
 def _families(runs: Sequence[Family], passed: dict[str, float]) -> View:
     view = plain_table("family", "runs", "mixers", ">error", ">greedy", ">self-test")
-    for each in runs:
-        error = "" if each.error is None else f"{each.error:.1e}"
-        same = f"{each.same}/{each.prompts}" if each.prompts else ""
-        here = _passed(each, passed)
+    for family in runs:
+        error = "" if family.error is None else f"{family.error:.1e}"
+        same = f"{family.same}/{family.prompts}" if family.prompts else ""
+        here = _passed(family, passed)
         shown = "" if here is None else f"{here:.1e}"
-        view.add_row(text(each.name), each.how, ", ".join(each.mixers), error, same, shown)
+        view.add_row(text(family.name), family.how, ", ".join(family.mixers), error, same, shown)
     return view
 
 
 def _others(families: Sequence[Family]) -> View:
     view = plain_table("does not run", "because")
-    for each in families:
-        view.add_row(text(each.name), text((each.reason or "", "dim")))
+    for family in families:
+        view.add_row(text(family.name), text((family.reason or "", "dim")))
     view.columns[-1].no_wrap = False
     return view
 
 
 def _passed(family: Family, passed: dict[str, float]) -> float | None:
     """The largest error of the self-tests of ``family`` that passed here; None if there was none."""
-    return max((passed[each] for each in family.types if each in passed), default=None)
+    return max((passed[model_type] for model_type in family.types if model_type in passed), default=None)
 
 
 def family_as_dict(family: Family, passed: dict[str, float]) -> dict[str, Any]:
@@ -120,58 +120,58 @@ def _one(model: str, *, as_json: bool) -> bool:
     from moelight.models.graph.support import find_config, support
 
     config = find_config(model)
-    found, verdict, failed = support(config), None, None
-    if found.how in ("graph", "opaque"):
+    supported, verdict, failed = support(config), None, None
+    if supported.how in ("graph", "opaque"):
         path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-        said = path.read_text(encoding="utf-8") if path.name == "config.json" else config.to_json_string()
+        config_text = path.read_text(encoding="utf-8") if path.name == "config.json" else config.to_json_string()
         try:
-            verdict = tested(config, said)
+            verdict = tested(config, config_text)
         except ConfigError as error:
             failed = str(error)
     differs = failed if verdict is None else verdict.differs
     if as_json:
-        print_json(model_as_dict(model, found, verdict, differs))
+        print_json(model_as_dict(model, supported, verdict, differs))
     else:
-        _print(model, found, verdict, differs)
-    return found.how is not None and differs is None
+        _print(model, supported, verdict, differs)
+    return supported.how is not None and differs is None
 
 
-def model_as_dict(model: str, found: Support, verdict: Verdict | None, differs: str | None) -> dict[str, Any]:
+def model_as_dict(model: str, supported: Support, verdict: Verdict | None, differs: str | None) -> dict[str, Any]:
     """One model as plain values; sizes in bytes; ``self_test`` is null where none is made."""
-    said: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": model,
-        "model_type": found.model_type,
-        "how": found.how,
-        "reason": found.reason,
-        "mixers": list(found.mixers),
+        "model_type": supported.model_type,
+        "how": supported.how,
+        "reason": supported.reason,
+        "mixers": list(supported.mixers),
     }
-    if found.profile is not None:
+    if supported.profile is not None:
         from moelight.hrm.inventory import inventory
 
-        parts, spec = inventory(found.profile), found.profile.experts
-        said |= {
-            "layers": found.profile.num_layers,
-            "moe_layers": found.profile.num_moe_layers,
+        parts, spec = inventory(supported.profile), supported.profile.experts
+        result |= {
+            "layers": supported.profile.num_layers,
+            "moe_layers": supported.profile.num_moe_layers,
             "experts_per_layer": spec.num_experts,
-            "experts_per_token": found.profile.router.top_k,
-            "experts": list(_form(found)),
+            "experts_per_token": supported.profile.router.top_k,
+            "experts": list(_form(supported)),
             "page_bytes": parts.page_bytes,
             "kv_token_bytes": parts.kv_token_bytes,
             "state_bytes": parts.state_bytes,
             "state_token_bytes": parts.state_token_bytes,
-            "refused": list(found.refused),
+            "refused": list(supported.refused),
         }
     passed = verdict is not None and differs is None
-    said["self_test"] = {"passed": passed, "error": verdict.error if verdict else None, "differs": differs}
+    result["self_test"] = {"passed": passed, "error": verdict.error if verdict else None, "differs": differs}
     if verdict is None and differs is None:
-        said["self_test"] = None
-    return said
+        result["self_test"] = None
+    return result
 
 
-def _form(found: Support) -> list[str]:
+def _form(supported: Support) -> list[str]:
     """Describe the layout of the experts."""
-    assert found.profile is not None
-    spec = found.profile.experts
+    assert supported.profile is not None
+    spec = supported.profile.experts
     words = {
         "gate and up of each expert": spec.gated and not spec.interleaved,
         "gate and up of each expert interleaved, row by row": spec.gated and spec.interleaved,
@@ -179,16 +179,16 @@ def _form(found: Support) -> list[str]:
         "transposed": spec.transposed,
         "biases": spec.bias,
     }
-    return [each for each, so in words.items() if so]
+    return [name for name, so in words.items() if so]
 
 
-def _print(model: str, found: Support, verdict: Verdict | None, differs: str | None) -> None:
-    parts: list[Any] = [text((model, "bold"), "" if model == found.model_type else f"  {found.model_type}")]
-    if found.reason is not None:
-        parts.append(text(("does not run: ", "red"), found.reason))
+def _print(model: str, supported: Support, verdict: Verdict | None, differs: str | None) -> None:
+    parts: list[Any] = [text((model, "bold"), "" if model == supported.model_type else f"  {supported.model_type}")]
+    if supported.reason is not None:
+        parts.append(text(("does not run: ", "red"), supported.reason))
     else:
-        parts.append(indented(_facts(found)))
-        parts.append(section("refused with it", stacked(*map(text, found.refused))))
+        parts.append(indented(_facts(supported)))
+        parts.append(section("refused with it", stacked(*map(text, supported.refused))))
     if differs is not None:
         parts.append(text(("self-test failed: ", "red"), differs))
     elif verdict is not None:
@@ -200,14 +200,14 @@ def _print(model: str, found: Support, verdict: Verdict | None, differs: str | N
     show(open_console(), *parts)
 
 
-def _facts(found: Support) -> View:
+def _facts(supported: Support) -> View:
     from moelight.hrm.inventory import inventory
 
-    profile = found.profile
+    profile = supported.profile
     assert profile is not None
     parts = inventory(profile)
     some = "" if all(profile.moe_layers) else f", {profile.num_moe_layers} of them"
-    kept = {
+    sizes = {
         "keys and values for each token" if profile.attention.latent is None else "latents for each token": (
             parts.kv_token_bytes
         ),
@@ -215,12 +215,12 @@ def _facts(found: Support) -> View:
         "states for each token": parts.state_token_bytes,
     }
     rows = {
-        "runs": f"{found.how}: {_HOW[found.how]}",
-        "mixers": ", ".join(found.mixers),
+        "runs": f"{supported.how}: {_HOW[supported.how]}",
+        "mixers": ", ".join(supported.mixers),
         "layers": f"{profile.num_layers}{some} with {profile.experts.num_experts} experts, {profile.router.top_k} for "
         "each token",
-        "experts": ", ".join(_form(found)) + f"; {format_bytes(parts.page_bytes)} each, a page",
-        "keeps": "; ".join(f"{format_bytes(size)} of {what}" for what, size in kept.items() if size) or "nothing",
+        "experts": ", ".join(_form(supported)) + f"; {format_bytes(parts.page_bytes)} each, a page",
+        "keeps": "; ".join(f"{format_bytes(size)} of {label}" for label, size in sizes.items() if size) or "nothing",
     }
     view = plain_table("", "", rows=((text((key, "dim")), value) for key, value in rows.items()))
     view.show_header = view.columns[-1].no_wrap = False

@@ -63,17 +63,17 @@ def measured_quality(model: str, policy: Policy) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = read_object(path)
-        if (found["kv_dtype"], found.get("activations", "auto")) != (policy.kv_dtype, policy.activations):
+        quality = read_object(path)
+        if (quality["kv_dtype"], quality.get("activations", "auto")) != (policy.kv_dtype, policy.activations):
             return None
         return {
-            "reference": str(found["reference"]),
-            "kl": float(found["kl"]["value"]),
-            "top1": float(found["top1"]["value"]),
+            "reference": str(quality["reference"]),
+            "kl": float(quality["kl"]["value"]),
+            "top1": float(quality["top1"]["value"]),
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = read_error_text(error) if isinstance(error, (OSError, ValueError)) else "a figure is missing"
-        raise ConfigError(f"{path}: is not what `moelight compare -o` writes ({why})") from None
+        reason = read_error_text(error) if isinstance(error, (OSError, ValueError)) else "a figure is missing"
+        raise ConfigError(f"{path}: is not what `moelight compare -o` writes ({reason})") from None
 
 
 def quality_words(quality: dict[str, Any]) -> str:

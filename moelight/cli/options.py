@@ -44,18 +44,20 @@ def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., No
                 parameters.append(_parameter(name, group, parameter.default))
                 continue
             kinds = get_type_hints(group, include_extras=True)
-            known = {each.name: each for each in fields(group) if each.name not in without}
-            groups[name] = list(known)
-            parameters += [_parameter(each, kinds[each], field) for each, field in known.items()]
+            group_fields = {
+                group_field.name: group_field for group_field in fields(group) if group_field.name not in without
+            }
+            groups[name] = list(group_fields)
+            parameters += [_parameter(key, kinds[key], field) for key, field in group_fields.items()]
 
-        def run(**given: Any) -> None:
-            given = {each.name: each.default for each in parameters} | given
-            for name, known in groups.items():
-                given[name] = hints[name](**{each: given.pop(each) for each in known})
-            command(**given)
+        def run(**values: Any) -> None:
+            values = {parameter.name: parameter.default for parameter in parameters} | values
+            for name, group_fields in groups.items():
+                values[name] = hints[name](**{key: values.pop(key) for key in group_fields})
+            command(**values)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         return run
 
@@ -77,14 +79,14 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def refuse_beside(option: str, given: object, names: Iterable[str], why: str) -> None:
-    """Raise ConfigError if one of the options ``names`` of ``given`` is set, since ``option`` is, too."""
+def refuse_beside(option: str, arguments: object, names: Iterable[str], reason: str) -> None:
+    """Raise ConfigError if one of the options ``names`` of ``arguments`` is set, since ``option`` is, too."""
     for name in names:
-        value = getattr(given, name)
+        value = getattr(arguments, name)
         if value not in (None, False, "auto"):
             values = value if isinstance(value, list) else [] if value is True else [value]
             words = " ".join(map(str, (flag(name), *values)))
-            raise ConfigError(f"{option} and {words} contradict each other: {why}")
+            raise ConfigError(f"{option} and {words} contradict each other: {reason}")
 
 
 def check_output(path: Path | None, *, as_json: bool = False) -> None:
@@ -94,13 +96,13 @@ def check_output(path: Path | None, *, as_json: bool = False) -> None:
     if path is not None:
         if as_json and path == STANDARD_OUTPUT:
             raise ConfigError("--json and --output - contradict each other: both are for standard output")
-        check_writable(path, what="output")
+        check_writable(path, label="output")
 
 
 def write_output(path: Path, texts: Iterable[str]) -> None:
     """Write ``texts`` to ``path``, which holds all of them or is unchanged; ``-`` is standard output."""
     from moelight.batch.output import whole_file
 
-    with whole_file(path, what="output") as write:
+    with whole_file(path, label="output") as write:
         for text in texts:
             write(text.encode())

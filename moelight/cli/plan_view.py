@@ -58,9 +58,9 @@ def _proof(plan: Plan) -> Text:
     if plan.estimator == "paper":
         return text((f"the paper's estimator, over its whole grid; solved in {seconds_text(plan.solve_s)}", "dim"))
     gap = plan.bound_tokens_per_s / plan.estimate.tokens_per_s - 1 if plan.bound_tokens_per_s else 0.0
-    kept = f" with {', '.join(plan.fixed)} as fixed" if plan.fixed else ""
+    condition = f" with {', '.join(plan.fixed)} as fixed" if plan.fixed else ""
     best = "no policy is faster" if gap < 5e-4 else f"no policy is more than {share_text(gap)} faster"
-    proof = f"proven for the cost model over every key{kept}: {best}"
+    proof = f"proven for the cost model over every key{condition}: {best}"
     return text((f"{proof}; solved in {seconds_text(plan.solve_s)}", "dim"))
 
 
@@ -78,9 +78,9 @@ def _policy(plan: Plan) -> Table:
     if policy.ffn_device == "split":
         experts += f", {share_text(policy.cpu_experts)} of them by the CPU where they lie"
     grid.add_row("experts", f"{experts}; weights {_shares(policy.weights)}")
-    own = policy.weight_dtype == policy.kv_dtype == "auto"
-    each = f"experts {_dtype(policy.weight_dtype)}, keys and values {_dtype(policy.kv_dtype)}"
-    grid.add_row("numbers", "as the model has them" if own else each)
+    as_stored = policy.weight_dtype == policy.kv_dtype == "auto"
+    dtypes = f"experts {_dtype(policy.weight_dtype)}, keys and values {_dtype(policy.kv_dtype)}"
+    grid.add_row("numbers", "as the model has them" if as_stored else dtypes)
     if policy.activations != "auto":
         grid.add_row("activations", f"rounded to {policy.activations} before they meet the experts' integers")
     ring = f" behind a ring of {policy.ring_pages} experts, which run as they arrive" if policy.ring_pages else ""
@@ -89,10 +89,10 @@ def _policy(plan: Plan) -> Table:
 
 
 def _shares(shares: object) -> str:
-    found = {tier: getattr(shares, tier) for tier in ("device", "host", "disk") if getattr(shares, tier) > 0}
-    if len(found) == 1:
-        return {"device": "in device memory", "host": "in host memory", "disk": "on disk"}[next(iter(found))]
-    return ", ".join(f"{share_text(share)} {tier}" for tier, share in found.items())
+    used = {tier: getattr(shares, tier) for tier in ("device", "host", "disk") if getattr(shares, tier) > 0}
+    if len(used) == 1:
+        return {"device": "in device memory", "host": "in host memory", "disk": "on disk"}[next(iter(used))]
+    return ", ".join(f"{share_text(share)} {tier}" for tier, share in used.items())
 
 
 def _dtype(name: str) -> str:
@@ -133,8 +133,8 @@ def memory_view(plan: Plan, width: int) -> RenderableType:
 
 def _parts(use: TierUse) -> list[tuple[str, int, str]]:
     """Return the purposes with bytes > 0, largest first: name, bytes, colour."""
-    found = sorted(((name, size) for name, size in use.by_purpose if size), key=lambda part: -part[1])
-    return [(name, size, _PALETTE[min(n, len(_PALETTE) - 1)]) for n, (name, size) in enumerate(found)]
+    parts = sorted(((name, size) for name, size in use.by_purpose if size), key=lambda part: -part[1])
+    return [(name, size, _PALETTE[min(n, len(_PALETTE) - 1)]) for n, (name, size) in enumerate(parts)]
 
 
 def _stacked(use: TierUse, room: int) -> Text:
@@ -168,6 +168,6 @@ def _what_if(plan: Plan) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(justify="right", style="green", no_wrap=True)
     grid.add_column()
-    for each in plan.what_if:
-        grid.add_row(share_text(each.gain, signed=True), each.change)
+    for what_if in plan.what_if:
+        grid.add_row(share_text(what_if.gain, signed=True), what_if.change)
     return grid

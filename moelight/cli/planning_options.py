@@ -122,15 +122,17 @@ def read_question(model: str, asked: PlanningOptions) -> Question:
     fixes = parse_fixes(asked.fix or ())
     limits = {}
     for tier, name in LIMITS.items():
-        given = getattr(asked, name)
-        if given is not None:
-            limits[tier] = 0 if tier == "disk" and given.strip() == "0" else parse_bytes(given, what=flag(name))
+        size = getattr(asked, name)
+        if size is not None:
+            limits[tier] = 0 if tier == "disk" and size.strip() == "0" else parse_bytes(size, label=flag(name))
     allowed = parse_allowed(asked.allow)
     dtypes = {key: _dtypes(getattr(asked, key), key, fixes) for key in DTYPE_KEYS}
     for key, names in (("weight_dtype", WEIGHTS), ("kv_dtype", (KV8,))):
         if (getattr(asked, key) != AUTO or key in fixes) and (named := [name for name in allowed if name in names]):
-            said = f"{flag(key)} {getattr(asked, key)}" if getattr(asked, key) != AUTO else f"--fix {key}={fixes[key]}"
-            raise ConfigError(f"--allow {named[0]} and {said} both say what the plan may use; drop one")
+            setting = (
+                f"{flag(key)} {getattr(asked, key)}" if getattr(asked, key) != AUTO else f"--fix {key}={fixes[key]}"
+            )
+            raise ConfigError(f"--allow {named[0]} and {setting} both say what the plan may use; drop one")
     profile = load_model(model)
     if allowed:
         dtypes["weight_dtype"] = dtypes["weight_dtype"] + allowed_weights(allowed, profile)[1:]
@@ -188,8 +190,8 @@ def load_machine(hw: str, model: str) -> HardwareProfile:
     if hw == AUTO:
         from moelight.runtime.machine_profile import machine_profile
 
-        place = Path(model)
-        return machine_profile(disk_dir=place if place.is_dir() else None)
+        path = Path(model)
+        return machine_profile(disk_dir=path if path.is_dir() else None)
     from moelight.profiles.hardware import load_hardware_profile
 
     return load_hardware_profile(hw)
@@ -227,16 +229,16 @@ def _workload(asked: PlanningOptions) -> tuple[Workload, str]:
     return replace(work, **{**figures, "max_prompt_len": longest}), shown
 
 
-def _dtypes(given: str, key: str, fixes: Mapping[str, object]) -> tuple[str, ...]:
+def _dtypes(value: str, key: str, fixes: Mapping[str, object]) -> tuple[str, ...]:
     """Return the dtypes that the planner may choose: the model's own, any, or one."""
     from moelight.core.dtypes import DTYPES
     from moelight.optimizer.allowed import CACHES
 
-    if given != AUTO and key in fixes:
-        raise ConfigError(f"{flag(key)} {given} and --fix {key}={fixes[key]} say the same thing twice; drop one")
-    if given == CHOOSE:
+    if value != AUTO and key in fixes:
+        raise ConfigError(f"{flag(key)} {value} and --fix {key}={fixes[key]} say the same thing twice; drop one")
+    if value == CHOOSE:
         return CACHES if key == "kv_dtype" else (AUTO, *DTYPES)
-    if given != AUTO and given not in DTYPES:
-        known = (AUTO, CHOOSE, *DTYPES)
-        raise ConfigError(f"{flag(key)} {given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}")
-    return (given,)
+    if value != AUTO and value not in DTYPES:
+        choices = (AUTO, CHOOSE, *DTYPES)
+        raise ConfigError(f"{flag(key)} {value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}")
+    return (value,)

@@ -83,7 +83,7 @@ def check(
             rows.append({"file": file, "ok": False, "errors": [error], "warnings": []})
             continue
         readings.append((file, reading))
-        errors, warnings = ([each.as_dict() for each in some] for some in (reading.errors, reading.warnings))
+        errors, warnings = ([finding.as_dict() for finding in some] for some in (reading.errors, reading.warnings))
         rows.append({"file": file, "ok": not errors, "errors": errors, "warnings": warnings})
     if as_json:
         print_json(rows)
@@ -104,7 +104,7 @@ def _print_findings(readings: Sequence[tuple[str, CheckedText]]) -> None:
         for finding in (*reading.errors, *reading.warnings):
             typer.echo(f"{diagnostic_lines(finding, file, reading.lines)}\n")
         if not reading.errors and not reading.warnings:
-            names = ", ".join(each.name for each in reading.policies)
+            names = ", ".join(policy.name for policy in reading.policies)
             typer.echo(f"{printable(file)}: {names}: all is well")
     errors = sum(len(reading.errors) for _, reading in readings)
     warnings = sum(len(reading.warnings) for _, reading in readings)
@@ -141,14 +141,14 @@ def format_(
     if write and only_check:
         raise ConfigError("--write and --check contradict each other; give one")
     reading = _sound(file)
-    found = format_text(reading.text)
+    formatted = format_text(reading.text)
     if not (write or only_check):
-        typer.echo(found, nl=False)
-    elif found != reading.text:
+        typer.echo(formatted, nl=False)
+    elif formatted != reading.text:
         if only_check:
             typer.echo(f"{printable(str(file))}: not formatted; moelight policy format --write does it")
             raise typer.Exit(ERRORS)
-        write_output(file, [found])
+        write_output(file, [formatted])
 
 
 @policy.command()
@@ -169,10 +169,10 @@ def explain(
     reading = _sound(file)
     experts = None if model is None else _experts(model)
     machine = None if hw is None or model is None else ask.load_machine(hw, model)
-    for number, each in enumerate(reading.policies):
+    for number, expert_policy in enumerate(reading.policies):
         if number:
             typer.echo()
-        show(open_console(), *_explanation(each, experts, model or "", machine))
+        show(open_console(), *_explanation(expert_policy, experts, model or "", machine))
     for warning in reading.warnings:
         typer.echo(f"\n{diagnostic_lines(warning, str(file), reading.lines)}")
 
@@ -187,30 +187,30 @@ def _experts(model: str) -> ExpertSizes:
 
 
 def _explanation(
-    each: ExpertPolicy, experts: ExpertSizes | None, model: str, machine: HardwareProfile | None
+    policy: ExpertPolicy, experts: ExpertSizes | None, model: str, machine: HardwareProfile | None
 ) -> Iterator[RenderableType]:
     from moelight.lang.explain import meanings, memory_words, pressure_words
 
-    table = plain_table("", "", "", rows=((m.block, text(m.line), text((m.words, "dim"))) for m in meanings(each)))
+    table = plain_table("", "", "", rows=((m.block, text(m.line), text((m.words, "dim"))) for m in meanings(policy)))
     block, line, words = table.columns
     table.show_header, block.style, line.max_width, line.no_wrap, words.no_wrap = False, "dim", 48, False, False
-    yield section(f"policy {each.name}", table)
+    yield section(f"policy {policy.name}", table)
     if experts is not None:
-        said = (memory_words(each, experts, model), pressure_words(each, experts))
-        yield stacked(*(text(words) for words in said if words))
+        lines = (memory_words(policy, experts, model), pressure_words(policy, experts))
+        yield stacked(*(text(words) for words in lines if words))
         if machine is not None:
-            rows = _tiers(each, experts, machine)
+            rows = _tiers(policy, experts, machine)
             yield indented(plain_table("", ">experts", ">bytes", ">there is", "", "", rows=rows))
 
 
-def _tiers(each: ExpertPolicy, experts: ExpertSizes, machine: HardwareProfile) -> Iterator[Sequence[RenderableType]]:
+def _tiers(policy: ExpertPolicy, experts: ExpertSizes, machine: HardwareProfile) -> Iterator[Sequence[RenderableType]]:
     from moelight.lang.explain import spread
 
     capacities = {tier.name: tier.capacity_bytes for tier in machine.tiers}
-    for tier, count in spread(each, experts, capacities).items():
-        size, there = count * experts.page_bytes, capacities[tier]
-        drawn, words = bar(size / there if there else 0.0, 20), "" if size <= there else "does not fit"
-        yield tier, f"{count:,}", format_bytes(size), format_bytes(there), drawn, words
+    for tier, count in spread(policy, experts, capacities).items():
+        size, capacity = count * experts.page_bytes, capacities[tier]
+        drawn, words = bar(size / capacity if capacity else 0.0, 20), "" if size <= capacity else "does not fit"
+        yield tier, f"{count:,}", format_bytes(size), format_bytes(capacity), drawn, words
 
 
 @policy.command("replay")
@@ -237,7 +237,7 @@ def replay_command(
         raise ConfigError("which policy? give --policy FILE.moe, once or more (policy auto makes one)")
     if hw is not None and model is None:
         raise ConfigError("--hw says how fast a model's experts come and are computed; give --model, too")
-    policies = [each for file in policy for each in load_expert_policies(file)]
+    policies = [expert_policy for file in policy for expert_policy in load_expert_policies(file)]
     profile = None if model is None else ask.load_model(model)
     machine = None
     if hw is not None and profile is not None:
@@ -245,10 +245,10 @@ def replay_command(
     rows = replay.Trace(trace, profile)
     outcomes = replay.replay_trace(rows, rows.shape, policies, machine)
     if bound:
-        rooms = sorted({each.slots for each in outcomes})
+        rooms = sorted({outcome.slots for outcome in outcomes})
         outcomes += [replay.bound(rows, rows.shape, slots, machine, policies=policies) for slots in rooms]
     if as_json:
-        print_json([each.as_dict() for each in outcomes])
+        print_json([outcome.as_dict() for outcome in outcomes])
     else:
         _print_replays(trace, rows.shape, outcomes, model, hw)
 
@@ -256,10 +256,10 @@ def replay_command(
 def _print_replays(trace: Path, shape: Shape, outcomes: Sequence[Outcome], model: str | None, hw: str | None) -> None:
     head = trace.name + ("" if model is None else f" of {model}") + ("" if hw is None else f" on {machine_words(hw)}")
     size = f"{outcomes[0].accesses:,} accesses, {len(shape.layers)} layers of {shape.num_experts} experts"
-    best = max(each.tokens_per_s or 0.0 for each in outcomes)
-    rows = [_cells(each, best) for each in outcomes]
+    best = max(outcome.tokens_per_s or 0.0 for outcome in outcomes)
+    rows = [_cells(outcome, best) for outcome in outcomes]
     columns = (head if head in ("policy", "") else f">{head}" for head in rows[0])
-    notes = (text((f"{each.policy}: {note}", "dim")) for each in outcomes for note in each.notes)
+    notes = (text((f"{outcome.policy}: {note}", "dim")) for outcome in outcomes for note in outcome.notes)
     show(
         open_console(),
         stacked(text((head, "bold")), text((size, "dim"))),
@@ -312,7 +312,7 @@ def tune_command(
     from moelight.experts.timing import MachineCosts
 
     check_output(output, as_json=as_json)
-    size = None if memory is None else parse_bytes(memory, what="--memory")
+    size = None if memory is None else parse_bytes(memory, label="--memory")
     profile = ask.load_model(model)
     hardware = ask.load_machine(hw, model)
     machine, rows = MachineCosts(profile, hardware), Trace(trace, profile)
@@ -324,10 +324,10 @@ def tune_command(
         least = format_bytes(layers * machine.page_bytes, round_up=True)
         where = f"--memory {memory}" if memory is not None else f"{format_bytes(size)}, what {hardware.name} has free,"
         raise ConfigError(f"{where} is too little: one expert for each of {layers} layers takes {least}")
-    found = list(rows)
-    if not found:
+    trace_rows = list(rows)
+    if not trace_rows:
         raise ConfigError(f"trace {trace} has no rows; record one with generate --routing-trace")
-    tuning = tune.tune_policy(found, rows.shape, machine, most_slots=slots)
+    tuning = tune.tune_policy(trace_rows, rows.shape, machine, most_slots=slots)
     if output is not None:
         write_output(output, [_file(tuning.best, trace, model, hw)])
     if as_json:
@@ -354,12 +354,12 @@ def _tuning_as_dict(tuning: Tuning) -> dict[str, Any]:
     from moelight.lang.format import format_policy
 
     rows = []
-    for each in tuning.found:
-        did = each.outcome
-        said = {name: getattr(did, name) for name in ("slots", "memory_bytes", "total_s")}
-        rows.append(did.as_dict() | said | {"on_front": each.on_front, "moe": format_policy(each.policy)})
+    for candidate in tuning.candidates:
+        did = candidate.outcome
+        figures = {name: getattr(did, name) for name in ("slots", "memory_bytes", "total_s")}
+        rows.append(did.as_dict() | figures | {"on_front": candidate.on_front, "moe": format_policy(candidate.policy)})
     return {
-        "best": rows[tuning.found.index(tuning.best)],
+        "best": rows[tuning.candidates.index(tuning.best)],
         "front": [row for row in rows if row["on_front"]],
         "candidates": rows,
         "replays": tuning.replays,
@@ -370,9 +370,9 @@ def _tuning_as_dict(tuning: Tuning) -> dict[str, Any]:
 def _print_tuning(tuning: Tuning, trace: Path, model: str, hw: str) -> None:
     table = plain_table(">memory", ">room", ">hits", ">stall", ">tokens/s", "", "policy")
     table.columns[-1].no_wrap = False
-    most = tuning.best.outcome.tokens_per_s or 1.0
-    for each in tuning.found:
-        did, style = each.outcome, "" if each.on_front else "dim"
+    fastest = tuning.best.outcome.tokens_per_s or 1.0
+    for candidate in tuning.candidates:
+        did, style = candidate.outcome, "" if candidate.on_front else "dim"
         speed = did.tokens_per_s or 0.0
         table.add_row(
             format_bytes(did.memory_bytes or 0),
@@ -380,11 +380,11 @@ def _print_tuning(tuning: Tuning, trace: Path, model: str, hw: str) -> None:
             share_text(did.hit_rate),
             seconds_text(did.stall_s or 0.0),
             rate_or_count(speed),
-            bar(speed / most, 12),
-            text((in_words(each.policy), "bold" if each is tuning.best else style)),
+            bar(speed / fastest, 12),
+            text((in_words(candidate.policy), "bold" if candidate is tuning.best else style)),
             style=style,
         )
-    dim = "; dim: no faster than one with less memory" if len(tuning.front) < len(tuning.found) else ""
+    dim = "; dim: no faster than one with less memory" if len(tuning.front) < len(tuning.candidates) else ""
     show(
         open_console(),
         stacked(
@@ -411,8 +411,8 @@ def auto(
 
     check_output(output)
     profile = ask.load_model(model)
-    found = auto_policy(profile, ask.load_machine(hw, model), name=model, batch_size=batch_size)
-    made = commented(found.policy, (*found.header, f"Made by moelight {__version__}."), found.reasons)
+    derived = auto_policy(profile, ask.load_machine(hw, model), name=model, batch_size=batch_size)
+    made = commented(derived.policy, (*derived.header, f"Made by moelight {__version__}."), derived.reasons)
     if output is None:
         typer.echo(made, nl=False)
     else:
@@ -450,11 +450,11 @@ def in_words(policy: ExpertPolicy) -> str:
         "score": f" {rules.score_ema_alpha:g}",
         "frequency_threshold": f" {rules.freq_threshold:.2g} of {rules.freq_window}",
     }
-    said = " | ".join(name + parameter.get(name, "") for name in rules.eviction)
+    words = " | ".join(name + parameter.get(name, "") for name in rules.eviction)
     if policy.per_layer is not None:
-        said += {"uniform": " per layer", "entropy": " by entropy"}[policy.per_layer.allocation]
+        words += {"uniform": " per layer", "entropy": " by entropy"}[policy.per_layer.allocation]
     if policy.prefetch.strategy != "none":
-        said += f"; {policy.prefetch.strategy} {policy.prefetch.budget}"
+        words += f"; {policy.prefetch.strategy} {policy.prefetch.budget}"
     if policy.schedule.mode != "gpu_only":
-        said += f"; {policy.schedule.mode}"
-    return said
+        words += f"; {policy.schedule.mode}"
+    return words

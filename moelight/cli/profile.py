@@ -70,7 +70,7 @@ def profile(
 
     # Where stderr is a terminal it shows the current step.
     with Console(stderr=True, highlight=False, markup=False).status("looking around") as status:
-        found = measure_machine(
+        machine = measure_machine(
             find_machine(device),
             QUICK if quick else FULL,
             name=AUTO if output is None else path.stem,
@@ -78,8 +78,8 @@ def profile(
             disk_needed=disk_dir is not None,
             say=status.update,
         )
-    write_hardware_profile(found, path, comments=COMMENTS)
-    print_profile(open_console(), found)
+    write_hardware_profile(machine, path, comments=COMMENTS)
+    print_profile(open_console(), machine)
     use = "--hw auto uses it" if output is None else f"use it with --hw {path}"
     print(f"moelight: wrote {path}; {use}", file=sys.stderr)
 
@@ -148,14 +148,14 @@ def _curves(surface: Surface, width: int) -> Iterator[Table]:
 
 def _columns(surface: Surface) -> list[float]:
     """Return the sizes of work of all curves; sizes within `_SAME_COLUMN` of each other share a column."""
-    found: list[float] = []
+    columns: list[float] = []
     for x in sorted({x for curve in surface.curves for x in curve.x}):
-        if not found or x > found[-1] * _SAME_COLUMN:
-            found.append(x)
-    return found
+        if not columns or x > columns[-1] * _SAME_COLUMN:
+            columns.append(x)
+    return columns
 
 
 def _near(curve: Curve, x: float) -> str:
     """Speed measured in the column of ``x``; empty if there is none."""
-    speed = next((y for known, y in zip(curve.x, curve.y, strict=True) if x <= known <= x * _SAME_COLUMN), None)
+    speed = next((y for known_x, y in zip(curve.x, curve.y, strict=True) if x <= known_x <= x * _SAME_COLUMN), None)
     return "" if speed is None else scaled_text(speed)

@@ -44,40 +44,42 @@ def report(
     if trace.is_file():
         check_output(page, as_json=as_json)
     recording = read_trace(trace)
-    found = report_of(recording)
+    analysis = report_of(recording)
     if page is not None:
-        write_output(page, page_text(found, recording, title=trace.name))
+        write_output(page, page_text(analysis, recording, title=trace.name))
     if as_json:
-        print_json(found.as_dict())
+        print_json(analysis.as_dict())
     elif page is not None and page != STANDARD_OUTPUT:
-        _print(found, page)
+        _print(analysis, page)
 
 
-def _print(found: Report, page: Path) -> None:
-    about = found.about
+def _print(analysis: Report, page: Path) -> None:
+    about = analysis.about
     name = str(about.policy.get("model", ""))
     where = f" on {machine_words(about.hardware)}" if about.hardware else ""
-    passes = f"{len(found.passes):,} {'pass' if len(found.passes) == 1 else 'passes'}"
+    passes = f"{len(analysis.passes):,} {'pass' if len(analysis.passes) == 1 else 'passes'}"
     head = (f"{name}{where} · " if name else "", "bold")
-    says = f"The median pass took {seconds_text(found.pass_s)}"
-    if found.predicted_pass_s is not None and found.error is not None:
-        than = "longer" if found.error >= 0 else "less"
-        says += f", {share_text(abs(found.error))} {than} than the predicted {seconds_text(found.predicted_pass_s)}"
-    binding = found.binding
+    says = f"The median pass took {seconds_text(analysis.pass_s)}"
+    if analysis.predicted_pass_s is not None and analysis.error is not None:
+        than = "longer" if analysis.error >= 0 else "less"
+        says += (
+            f", {share_text(abs(analysis.error))} {than} than the predicted {seconds_text(analysis.predicted_pass_s)}"
+        )
+    binding = analysis.binding
     says += f". {binding.lane} was the binding lane, at work for {share_text(binding.busy_share)} of the run."
     show(
         open_console(),
-        stacked(text(head, f"{passes} {found.source}, {seconds_text(found.wall_s)}"), text(says)),
-        _table(found),
-        stacked(*_bubbles(found)),
+        stacked(text(head, f"{passes} {analysis.source}, {seconds_text(analysis.wall_s)}"), text(says)),
+        _table(analysis),
+        stacked(*_bubbles(analysis)),
         text((f"page: {page}", "dim")),
     )
 
 
-def _table(found: Report) -> Table:
-    figures = ("predicted", found.source, "off by", "bytes", "rate", "of roof", "busy")
+def _table(analysis: Report) -> Table:
+    figures = ("predicted", analysis.source, "off by", "bytes", "rate", "of roof", "busy")
     table, none = plain_table("lane", *(f">{figure}" for figure in figures)), text(("–", "dim"))
-    for lane in found.lanes:
+    for lane in analysis.lanes:
         error = lane.error
         table.add_row(
             text((lane.lane, "bold")),
@@ -92,23 +94,23 @@ def _table(found: Report) -> Table:
     return table
 
 
-def _bubbles(found: Report) -> Iterator[RenderableType]:
+def _bubbles(analysis: Report) -> Iterator[RenderableType]:
     """Yield the idle time of the binding lane by cause, and the idle time of the other lanes."""
 
     def rest(lane: LaneReport) -> str:
         return f"{seconds_text(lane.idle_s)} ({share_text(1 - lane.busy_share)})"
 
-    binding = found.binding
-    if found.bubbles:
+    binding = analysis.binding
+    if analysis.bubbles:
         yield text((f"{binding.lane} stood still for {rest(binding)}, because of", "bold"))
         table = plain_table("cause", ">seconds", ">of run", ">times", ">longest", ">before pass, layer")
-        for cause, bubble in found.bubbles.items():
-            share, longest = share_text(bubble.seconds / found.wall_s), seconds_text(bubble.longest_s)
-            place = "the end" if bubble.pass_number < 0 else f"{bubble.pass_number}, {max(bubble.layer, 0)}"
-            table.add_row(cause, seconds_text(bubble.seconds), share, f"{bubble.count:,}", longest, place)
+        for cause, bubble in analysis.bubbles.items():
+            share, longest = share_text(bubble.seconds / analysis.wall_s), seconds_text(bubble.longest_s)
+            position = "the end" if bubble.pass_number < 0 else f"{bubble.pass_number}, {max(bubble.layer, 0)}"
+            table.add_row(cause, seconds_text(bubble.seconds), share, f"{bubble.count:,}", longest, position)
         yield table
     else:
         yield text(f"{binding.lane} never stood still.")
-    others = [f"{lane.lane} {rest(lane)}" for lane in found.lanes if lane is not binding]
+    others = [f"{lane.lane} {rest(lane)}" for lane in analysis.lanes if lane is not binding]
     if others:
         yield text(f"The others stood still: {', '.join(others)}.")

@@ -39,42 +39,42 @@ def roofline(
         from moelight.observe.plots import check_suffix, write_roofline
 
         check_suffix(plot)
-        check_writable(plot, what="plot")
+        check_writable(plot, label="plot")
     question, chosen = ask.read_question_or_policy(policy, model, asked)
-    found = roofline_of(question.hardware, question.model, chosen or question.plan().policy, question.workload)
+    roofs = roofline_of(question.hardware, question.model, chosen or question.plan().policy, question.workload)
     if plot is not None:
-        write_roofline(plot, found)
+        write_roofline(plot, roofs)
     if as_json:
-        print_json(roofline_as_dict(found))
+        print_json(roofline_as_dict(roofs))
         return
-    sizes = f"N = {found.batch_size:,} sequences in micro-batches of μ = {found.micro_batch_size:,}"
+    sizes = f"N = {roofs.batch_size:,} sequences in micro-batches of μ = {roofs.micro_batch_size:,}"
     show(
         open_console(),
-        stacked(title(found.model, found.machine), text((sizes, "dim"))),
-        section("roofs, as far as they are sustained", _roofs(found)),
-        section("decoding under the policy, in flop per byte", _work(found)),
-        section("turning points", _marks(found)),
+        stacked(title(roofs.model, roofs.machine), text((sizes, "dim"))),
+        section("roofs, as far as they are sustained", _roofs(roofs)),
+        section("decoding under the policy, in flop per byte", _work(roofs)),
+        section("turning points", _marks(roofs)),
         None if plot is None else text((f"figure: {plot}", "dim")),
     )
 
 
-def roofline_as_dict(found: Roofline) -> dict[str, Any]:
-    """Return ``found`` as plain values: flop/s, bytes/s, flop per byte."""
+def roofline_as_dict(roofs: Roofline) -> dict[str, Any]:
+    """Return ``roofs`` as plain values: flop/s, bytes/s, flop per byte."""
     return {
-        "machine": found.machine,
-        "model": found.model,
-        "batch_size": found.batch_size,
-        "micro_batch_size": found.micro_batch_size,
-        "levels": [asdict(level) for level in found.stated],
-        "sustained": [asdict(level) for level in found.chain],
-        "work": [asdict(point) for point in found.points],
-        "turning_points": [asdict(mark) for mark in found.marks],
+        "machine": roofs.machine,
+        "model": roofs.model,
+        "batch_size": roofs.batch_size,
+        "micro_batch_size": roofs.micro_batch_size,
+        "levels": [asdict(level) for level in roofs.stated],
+        "sustained": [asdict(level) for level in roofs.chain],
+        "work": [asdict(point) for point in roofs.points],
+        "turning_points": [asdict(mark) for mark in roofs.marks],
     }
 
 
-def _roofs(found: Roofline) -> Table:
+def _roofs(roofs: Roofline) -> Table:
     table = plain_table("level", ">compute", ">memory", ">link from the next")
-    for level, stated in zip(found.chain, found.stated, strict=True):
+    for level, stated in zip(roofs.chain, roofs.stated, strict=True):
         unit = level.processor.upper()
         compute = f"{_of_stated(level.peak_flops, stated.peak_flops, flops_text)} ({unit})" if level.peak_flops else "–"
         memory = _of_stated(level.bandwidth, stated.bandwidth, rate_text)
@@ -85,25 +85,25 @@ def _roofs(found: Roofline) -> Table:
 
 def _of_stated(sustained: float, stated: float, words: Callable[[float], str]) -> str:
     """Return ``sustained``, and the figure that the profile states where they differ."""
-    here, there = words(sustained), words(stated)
+    here, nominal = words(sustained), words(stated)
     if sustained == stated:
         return here
     amount, _, unit = here.partition(" ")
-    return f"{amount if there.endswith(f' {unit}') else here} of {there}"
+    return f"{amount if nominal.endswith(f' {unit}') else here} of {nominal}"
 
 
-def _work(found: Roofline) -> Table:
+def _work(roofs: Roofline) -> Table:
     table = plain_table("work", "on", "from", ">here", ">at home", ">attains", "bound by")
-    for point in found.points:
+    for point in roofs.points:
         bounds = {"link": f"link from {point.home}", "memory": f"{point.level} memory", "compute": "compute"}
         figures = (f"{point.intensity:,.1f}", f"{point.home_intensity:,.1f}", flops_text(point.flops))
         table.add_row(point.work, point.level, point.home, *figures, bounds[point.bound])
     return table
 
 
-def _marks(found: Roofline) -> Table:
+def _marks(roofs: Roofline) -> Table:
     table = plain_table("", ">flop/byte", ">at", "")
-    for mark in found.marks:
+    for mark in roofs.marks:
         meanings = {
             "P1": f"below, {mark.far} computes rather than ships",
             "P2": f"below, the link from {mark.far} binds",

@@ -89,7 +89,7 @@ class ServerArguments:
 
 
 @with_options()
-def serve_batch(given: ServerArguments) -> None:
+def serve_batch(arguments: ServerArguments) -> None:
     """Serve OpenAI's Files and Batches on this machine, or watch a folder.
 
     Each batch is a job of moelight generate in a process of its own, one after another. The base_url of the openai
@@ -98,34 +98,36 @@ def serve_batch(given: ServerArguments) -> None:
     from moelight.cli.generate import JobArguments, read_options
     from moelight.serve.jobs import JobRunner, generate_command
 
-    handed_on = {name: value for name in _HANDED_ON if (value := getattr(given, name)) not in (None, False)}
-    read_options(JobArguments(prompts=_NO_PROMPTS, model=given.model, **handed_on), as_table=False)
+    handed_on = {name: value for name in _HANDED_ON if (value := getattr(arguments, name)) not in (None, False)}
+    read_options(JobArguments(prompts=_NO_PROMPTS, model=arguments.model, **handed_on), as_table=False)
     options = [
         str(word)
         for name, value in handed_on.items()
         for word in ((flag(name),) if value is True else (flag(name), value))
     ]
     say_missing_kernels()
-    _check_model(given.model)
-    if given.watch is not None:
-        refuse_beside(f"--watch {given.watch}", given, _HTTP, "a folder is watched without HTTP")
-        _watch(given.watch, JobRunner(generate_command(given.model, options, line_format="auto"), say=_say))
+    _check_model(arguments.model)
+    if arguments.watch is not None:
+        refuse_beside(f"--watch {arguments.watch}", arguments, _HTTP, "a folder is watched without HTTP")
+        _watch(arguments.watch, JobRunner(generate_command(arguments.model, options, line_format="auto"), say=_say))
         return
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve-batch needs {' and '.join(missing)}: pip install 'moelight[serve]'")
     from moelight.serve.server import serve
 
-    directory = Path(given.model).expanduser()
-    chosen = {name: value for name in ("host", "port") if (value := getattr(given, name)) is not None}
+    directory = Path(arguments.model).expanduser()
+    chosen = {name: value for name in ("host", "port") if (value := getattr(arguments, name)) is not None}
     number = serve(
-        JobRunner(generate_command(given.model, options, line_format="openai"), say=_say),
-        model=directory.resolve().name if directory.is_dir() else given.model,  # the model name that rows may use
-        data=Path.home() / ".local" / "share" / "moelight" / "serve-batch" if given.data is None else given.data,
-        token_file=given.token_file,
-        allow_remote=given.allow_remote,
-        max_file_bytes=parse_bytes(given.max_file_size or "512MiB", what="--max-file-size"),
-        expire=given.expire,
+        JobRunner(generate_command(arguments.model, options, line_format="openai"), say=_say),
+        model=directory.resolve().name if directory.is_dir() else arguments.model,  # the model name that rows may use
+        data=Path.home() / ".local" / "share" / "moelight" / "serve-batch"
+        if arguments.data is None
+        else arguments.data,
+        token_file=arguments.token_file,
+        allow_remote=arguments.allow_remote,
+        max_file_bytes=parse_bytes(arguments.max_file_size or "512MiB", label="--max-file-size"),
+        expire=arguments.expire,
         **chosen,
     )
     _leave(number)

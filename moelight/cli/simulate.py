@@ -69,9 +69,9 @@ def simulate_command(
 
     if schedule not in (None, ALL):
         SCHEDULES.get(schedule)
-    for what, path in {"trace": trace, "plot": plot}.items():
+    for label, path in {"trace": trace, "plot": plot}.items():
         if path is not None:
-            check_writable(path, what=what)
+            check_writable(path, label=label)
     if plot is not None:
         from moelight.observe.plots import check_suffix
 
@@ -82,20 +82,20 @@ def simulate_command(
         return
     stage = SimulationSetup(chosen or question.plan().policy, question.model, question.hardware, question.workload)
     names = stage.schedules() if schedule == ALL else (schedule or stage.policy.schedule,)
-    found = sorted((stage.simulated_run(name, passes=passes) for name in names), key=lambda run: -run.tokens_per_s)
+    runs = sorted((stage.simulated_run(name, passes=passes) for name in names), key=lambda run: -run.tokens_per_s)
     if plot is not None:
-        _plot(plot, question, found)
+        _plot(plot, question, runs)
     if trace is not None:
-        _write_trace(trace, stage, found[0])
+        _write_trace(trace, stage, runs[0])
     if as_json:
-        print_json(simulation_as_dict(stage, found))
+        print_json(simulation_as_dict(stage, runs))
     else:
-        written = [f"{what}: {path}" for what, path in {"trace": trace, "figure": plot}.items() if path is not None]
-        _print(stage, found, "\n".join(written))
+        written = [f"{label}: {path}" for label, path in {"trace": trace, "figure": plot}.items() if path is not None]
+        _print(stage, runs, "\n".join(written))
 
 
-def _simulate_cluster(question: ask.Question, chosen: Policy | None, given: NodeArguments, *, as_json: bool) -> None:
-    """Print the simulated job on ``given.nodes`` engines, each with the plan of the question."""
+def _simulate_cluster(question: ask.Question, chosen: Policy | None, nodes: NodeArguments, *, as_json: bool) -> None:
+    """Print the simulated job on ``nodes.nodes`` engines, each with the plan of the question."""
     from moelight.integrations.ray.simulation import ClusterSimulation, SimulatedCluster
     from moelight.optimizer.plan import policy_as_dict
     from moelight.optimizer.simulation import SimulationSetup
@@ -105,27 +105,27 @@ def _simulate_cluster(question: ask.Question, chosen: Policy | None, given: Node
     run = stage.simulated_run(stage.policy.schedule)
     batch_rows = stage.policy.batch_size
     cluster = SimulatedCluster(
-        nodes=given.nodes or 1,
-        rows=given.rows or workload.num_requests,
+        nodes=nodes.nodes or 1,
+        rows=nodes.rows or workload.num_requests,
         batch_rows=batch_rows,
         row_s=batch_rows * workload.gen_len / run.tokens_per_s,
         row_tokens=float(workload.gen_len),
-        failures_per_hour=given.failures,
-        slow_share=given.slow,
-        load_s=given.load,
+        failures_per_hour=nodes.failures,
+        slow_share=nodes.slow,
+        load_s=nodes.load,
     )
-    found = ClusterSimulation(cluster).run()
+    result = ClusterSimulation(cluster).run()
     figures = {
         "nodes": cluster.nodes,
         "rows": cluster.rows,
-        "seconds": found.seconds,
-        "efficiency": found.efficiency,
-        "tokens_per_s": cluster.rows * workload.gen_len / found.seconds,
+        "seconds": result.seconds,
+        "efficiency": result.efficiency,
+        "tokens_per_s": cluster.rows * workload.gen_len / result.seconds,
         "engine_tokens_per_s": run.tokens_per_s,
-        "driver_share": found.driver_share,
-        "failures": found.failures,
-        "redone_rows": found.redone_rows,
-        "stolen_rows": found.stolen_rows,
+        "driver_share": result.driver_share,
+        "failures": result.failures,
+        "redone_rows": result.redone_rows,
+        "stolen_rows": result.stolen_rows,
     }
     if as_json:
         print_json({"policy": policy_as_dict(stage.policy), "hardware": stage.hardware.name, "cluster": figures})
@@ -134,12 +134,12 @@ def _simulate_cluster(question: ask.Question, chosen: Policy | None, given: Node
     table.add_row(
         f"{cluster.nodes:,}",
         f"{cluster.rows:,}",
-        seconds_text(found.seconds),
-        share_text(found.efficiency),
+        seconds_text(result.seconds),
+        share_text(result.efficiency),
         rate_or_count(figures["tokens_per_s"]),
-        share_text(found.driver_share),
-        f"{found.failures:,}",
-        f"{found.redone_rows:,}",
+        share_text(result.driver_share),
+        f"{result.failures:,}",
+        f"{result.redone_rows:,}",
     )
     how = f"N = {batch_rows:,} on each node, {rate_or_count(run.tokens_per_s)} tokens/s alone"
     show(
@@ -149,7 +149,7 @@ def _simulate_cluster(question: ask.Question, chosen: Policy | None, given: Node
     )
 
 
-def simulation_as_dict(stage: SimulationSetup, found: Sequence[SimulatedRun]) -> dict[str, Any]:
+def simulation_as_dict(stage: SimulationSetup, runs: Sequence[SimulatedRun]) -> dict[str, Any]:
     """Return the simulated runs as plain values (seconds, bytes, shares), best schedule first."""
     from moelight.optimizer.plan import policy_as_dict
 
@@ -168,7 +168,7 @@ def simulation_as_dict(stage: SimulationSetup, found: Sequence[SimulatedRun]) ->
                 "decode": _pass_as_dict(run.steady),
                 "with_prompts": None if run.with_prompts is None else _pass_as_dict(run.with_prompts),
             }
-            for run in found
+            for run in runs
         ],
     }
 
@@ -194,23 +194,23 @@ def _write_trace(path: Path, stage: SimulationSetup, run: SimulatedRun) -> None:
     from moelight.observe.trace import write_trace
 
     header = trace_header(stage, run.schedule, source="simulated")
-    with whole_file(path, what="trace") as write:
+    with whole_file(path, label="trace") as write:
         write_trace(write, run.timelines, header)
 
 
-def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> None:
+def _plot(path: Path, question: ask.Question, runs: Sequence[SimulatedRun]) -> None:
     """Plot layers from the middle of the pass, as many as leave the bars legible."""
     from moelight.observe.plots import excerpt, plot_timelines
     from moelight.optimizer.simulation import layer_starts
 
     layers = question.model.num_layers
-    crowd = max(len(run.steady.timeline.spans) for run in found) / layers
+    crowd = max(len(run.steady.timeline.spans) for run in runs) / layers
     shown = min(layers, max(1, round(_MOST_BARS / crowd)))
     first = (layers - shown) // 2
-    what = "a decode pass" if shown == layers else f"{shown} of the {layers} layers of a decode pass"
-    heading = f"{what[0].upper()}{what[1:]}: {question.model.name} on {machine_words(question.hardware.name)}"
+    subject = "a decode pass" if shown == layers else f"{shown} of the {layers} layers of a decode pass"
+    heading = f"{subject[0].upper()}{subject[1:]}: {question.model.name} on {machine_words(question.hardware.name)}"
     rows = []
-    for run in found:
+    for run in runs:
         timeline, starts = run.steady.timeline, layer_starts(run.steady.timeline)
         if shown < layers:
             timeline = excerpt(timeline, starts[first], starts.get(first + shown, timeline.end_s))
@@ -218,7 +218,7 @@ def _plot(path: Path, question: ask.Question, found: Sequence[SimulatedRun]) -> 
     plot_timelines(path, rows, title=heading)
 
 
-def _print(stage: SimulationSetup, found: Sequence[SimulatedRun], written: str) -> None:
+def _print(stage: SimulationSetup, runs: Sequence[SimulatedRun], written: str) -> None:
     policy = stage.policy
     how = (
         f"N = {policy.batch_size:,} in micro-batches of {policy.micro_batch_size:,}; attention on the "
@@ -227,15 +227,15 @@ def _print(stage: SimulationSetup, found: Sequence[SimulatedRun], written: str) 
     show(
         open_console(),
         stacked(title(stage.model.name, stage.hardware.name), text((how, "dim"))),
-        section("simulated" if len(found) == 1 else "simulated, best first", _speeds(found)),
-        section("lanes at work in a decode pass, %", _lanes(found)),
+        section("simulated" if len(runs) == 1 else "simulated, best first", _speeds(runs)),
+        section("lanes at work in a decode pass, %", _lanes(runs)),
         text((written, "dim")) if written else None,
     )
 
 
-def _speeds(found: Sequence[SimulatedRun]) -> Table:
+def _speeds(runs: Sequence[SimulatedRun]) -> Table:
     table = plain_table("order", ">decode pass", ">estimated", ">tokens/s", ">with prompts", ">end to end")
-    for run in found:
+    for run in runs:
         first = "–" if run.with_prompts is None else seconds_text(run.with_prompts.seconds)
         steady = run.steady
         table.add_row(
@@ -249,14 +249,14 @@ def _speeds(found: Sequence[SimulatedRun]) -> Table:
     return table
 
 
-def _lanes(found: Sequence[SimulatedRun]) -> Table:
-    used = [lane for lane in Lane if any(lane in run.steady.busy_s for run in found)]
+def _lanes(runs: Sequence[SimulatedRun]) -> Table:
+    used = [lane for lane in Lane if any(lane in run.steady.busy_s for run in runs)]
     table = plain_table("order", *(f">{lane}" for lane in used), ">binding lane idle")
-    for run in found:
+    for run in runs:
         steady, cells = run.steady, []
         for lane in used:
             share = 100 * steady.busy_s.get(lane, 0.0) / steady.seconds
-            said = f"{share:.0f}" if share >= 1 else f"{share:.1f}"
-            cells.append(text((said, "bold yellow" if lane is steady.binding else "")))
+            number = f"{share:.0f}" if share >= 1 else f"{share:.1f}"
+            cells.append(text((number, "bold yellow" if lane is steady.binding else "")))
         table.add_row(run.schedule, *cells, f"{steady.binding} {share_text(steady.idle_share)}")
     return table

@@ -58,8 +58,8 @@ def stacked(*parts: RenderableType) -> RenderableType:
 def bar(share: float, width: int, *, style: str = "blue", ground: str = "grey30") -> Text:
     """Return a bar that fills ``share`` (clamped to 0 to 1) of ``width`` characters, to an eighth of a character."""
     eighths = max(round(max(0.0, min(1.0, share)) * width * 8), share > 0)  # more than nothing is seen
-    whole, rest = divmod(eighths, 8)
-    drawn = "█" * whole + (_EIGHTHS[rest] if rest else "")
+    full, rest = divmod(eighths, 8)
+    drawn = "█" * full + (_EIGHTHS[rest] if rest else "")
     return text((drawn, style), ("·" * (width - len(drawn)), ground))
 
 

@@ -94,9 +94,9 @@ class ConfinedProcess:
             start_new_session=True,
         )
         self._end = weakref.finalize(self, _end, process)
-        given = {"path": sys.path, "answerer": self._answerer, "setup": self._setup()}
-        given |= {"cpu_s": self._cpu_s, "memory_bytes": self._memory_bytes}
-        if _exchange(process, _encode(given)) is None:
+        request = {"path": sys.path, "answerer": self._answerer, "setup": self._setup()}
+        request |= {"cpu_s": self._cpu_s, "memory_bytes": self._memory_bytes}
+        if _exchange(process, _encode(request)) is None:
             self.close()
             raise OSError(f"the process for {self._answerer} ends with {process.returncode}")
 
@@ -121,28 +121,28 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def answer_questions(given: dict[str, Any]) -> None:
+def answer_questions(request: dict[str, Any]) -> None:
     """The program of the process: answer each question on standard input."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    module, _, function = given["answerer"].partition(":")
-    answer = getattr(importlib.import_module(module), function)(given["setup"])
-    _limit_memory(given["memory_bytes"])
+    module, _, function = request["answerer"].partition(":")
+    answer = getattr(importlib.import_module(module), function)(request["setup"])
+    _limit_memory(request["memory_bytes"])
     _write(_encode(None))
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, given["cpu_s"])
-        found = _encode(answer(json.loads(line)))
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
+        reply = _encode(answer(json.loads(line)))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _write(found)
+        _write(reply)
 
 
 def _limit_memory(more: int) -> None:
     """Limit this process to ``more`` bytes of address space beyond its present use."""
     with open("/proc/self/statm", encoding="ascii") as file:
-        most = int(file.read().split()[0]) * resource.getpagesize() + more
+        max_bytes = int(file.read().split()[0]) * resource.getpagesize() + more
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard == resource.RLIM_INFINITY or most < hard:
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if hard == resource.RLIM_INFINITY or max_bytes < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
 
 
 def _encode(value: object) -> bytes:

@@ -77,7 +77,7 @@ def quoted(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known_names: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the known word closest to ``word``, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6 if len(word) > _SHORT_WORD else 0.5)
+    near = difflib.get_close_matches(word, list(known_names), n=1, cutoff=0.6 if len(word) > _SHORT_WORD else 0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -12,8 +12,10 @@ CACHE_VARIABLE = "MOELIGHT_CACHE"
 
 def cache_directory(*parts: str) -> Path:
     """``$MOELIGHT_CACHE``, else ``$XDG_CACHE_HOME/moelight``, else ``~/.cache/moelight``; with ``parts`` below it."""
-    own, desktop = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
-    base = Path(own) if own else Path(desktop) / "moelight" if desktop else Path.home() / ".cache" / "moelight"
+    override, desktop = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    base = (
+        Path(override) if override else Path(desktop) / "moelight" if desktop else Path.home() / ".cache" / "moelight"
+    )
     return base.joinpath(*parts)
 
 

@@ -142,9 +142,9 @@ class Policy:
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be at least micro_batch_size "
                 f"({self.micro_batch_size}): a decoding sequence brings one token"
             )
-        for name, known in _WORDS.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        for name, allowed in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
         if not 0 <= self.cpu_experts <= self.weights.host + 1e-9 or (self.cpu_experts and self.ffn_device != "split"):
             raise ConfigError(
                 f"cpu_experts ({self.cpu_experts}) needs ffn_device split, and at most the share of weights on host"

@@ -29,7 +29,7 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """The component called ``name``; raises ConfigError with the known names and the closest one."""
         if name not in self._targets:
-            known = ", ".join(self._targets)
-            raise ConfigError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._targets)}; known: {known}")
+            names = ", ".join(self._targets)
+            raise ConfigError(f"unknown {self.kind} {name!r}{did_you_mean(name, self._targets)}; known: {names}")
         module, attribute = self._targets[name].split(":")
         return cast("T", getattr(importlib.import_module(module), attribute))

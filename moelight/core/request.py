@@ -76,11 +76,11 @@ class StructuredOutputs:
         _integer("structured_outputs: resamplings", self.resamplings, least=0)
         if self.resamplings > MAX_RESAMPLINGS:
             raise InputError(f"structured_outputs: resamplings must be at most {MAX_RESAMPLINGS}")
-        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        set_fields = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(set_fields) != 1:
             raise InputError(
                 f"structured_outputs needs exactly one of {', '.join(STRUCTURES)}, "
-                f"not {' and '.join(given) or 'none of them'}"
+                f"not {' and '.join(set_fields) or 'none of them'}"
             )
 
     @property
@@ -96,22 +96,22 @@ class StructuredOutputs:
             raise InputError("structured_outputs: json is nested too deeply") from None
 
     @classmethod
-    def from_dict(cls, given: object) -> StructuredOutputs:
+    def from_dict(cls, values: object) -> StructuredOutputs:
         """The constraint described by a request.
 
         Args:
-            given: an object with one of the fields; null fields are ignored.
+            values: an object with one of the fields; null fields are ignored.
 
         Raises:
-            InputError: ``given`` is no object, has an unknown field, or does not have exactly one of the known ones.
+            InputError: ``values`` is no object, has an unknown field, or does not have exactly one of the known ones.
         """
-        known = [each.name for each in fields(cls)]
-        if not isinstance(given, dict):
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, dict):
             raise InputError(f"structured_outputs must be an object with one of {', '.join(STRUCTURES)}")
-        for name in given:
-            if name not in known:
-                raise InputError(f"structured_outputs: unknown field {name!r}{did_you_mean(str(name), known)}")
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        for name in values:
+            if name not in names:
+                raise InputError(f"structured_outputs: unknown field {name!r}{did_you_mean(str(name), names)}")
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,21 +229,21 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any], *, base: SamplingParams | None = None) -> SamplingParams:
-        """The parameters ``base`` with the fields in ``given`` replaced.
+    def from_dict(cls, values: dict[str, Any], *, base: SamplingParams | None = None) -> SamplingParams:
+        """The parameters ``base`` with the fields in ``values`` replaced.
 
         Args:
-            given: values by field name; None keeps the field.
+            values: values by field name; None keeps the field.
             base: the defaults if None.
 
         Raises:
             InputError: an unknown field (the message names the closest known one) or a value out of range.
         """
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise InputError(f"unknown sampling field {name!r}{did_you_mean(name, known)}")
-        return replace(base or cls(), **{name: value for name, value in given.items() if value is not None})
+        names = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in names:
+                raise InputError(f"unknown sampling field {name!r}{did_you_mean(name, names)}")
+        return replace(base or cls(), **{name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -413,10 +413,10 @@ class Completion:
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
-    given = (value,) if isinstance(value, str) else value
-    if not isinstance(given, (tuple, list)) or not all(isinstance(text, str) and text for text in given):
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) and text for text in texts):
         raise InputError(f"{name} must be a non-empty string or a list of them")
-    return tuple(given)
+    return tuple(texts)
 
 
 def _is_token_id(value: object) -> bool:

@@ -33,21 +33,21 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     raise OSError(errno.EINVAL, f"{_KINDS.get(stat.S_IFMT(mode), 'a special file')}, not a file", os.fspath(path))
 
 
-def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
-    """The contents of the regular file ``path``, at most ``most`` bytes."""
-    chunks, left = [], most + 1
+def read_bytes(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
+    """The contents of the regular file ``path``, at most ``max_bytes`` bytes."""
+    chunks, left = [], max_bytes + 1
     with open(open_regular(path), "rb", buffering=0) as file:
         while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
             chunks.append(chunk)
             left -= len(chunk)
     if not left:
-        raise OSError(errno.EFBIG, f"larger than {format_bytes(most)}", os.fspath(path))
+        raise OSError(errno.EFBIG, f"larger than {format_bytes(max_bytes)}", os.fspath(path))
     return b"".join(chunks)
 
 
-def read_text(path: str | os.PathLike[str], *, most: int) -> str:
+def read_text(path: str | os.PathLike[str], *, max_bytes: int) -> str:
     """The contents of the regular file ``path`` decoded as UTF-8, line breaks unchanged."""
-    return read_bytes(path, most=most).decode("utf-8")
+    return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
 
 
 def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
@@ -63,9 +63,9 @@ def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
         raise ValueError(f"an integer of more than {sys.get_int_max_str_digits()} digits") from None
 
 
-def read_json(path: str | os.PathLike[str], *, most: int = MOST_JSON_BYTES) -> Any:
+def read_json(path: str | os.PathLike[str], *, max_bytes: int = MOST_JSON_BYTES) -> Any:
     """The JSON value in the regular file ``path``."""
-    return parse_json(read_text(path, most=most))
+    return parse_json(read_text(path, max_bytes=max_bytes))
 
 
 def read_error_text(error: Exception) -> str:
@@ -73,9 +73,9 @@ def read_error_text(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def read_object(path: Path, *, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
+def read_object(path: Path, *, max_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in the regular file ``path``."""
-    found = read_json(path, most=most)
-    if not isinstance(found, dict):
+    content = read_json(path, max_bytes=max_bytes)
+    if not isinstance(content, dict):
         raise ValueError("must hold a JSON object")
-    return found
+    return content

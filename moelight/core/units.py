@@ -14,18 +14,18 @@ _FACTORS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB, "kb":
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str | int, *, what: str = "size") -> int:
-    """Bytes from ``"3GiB"``, ``"3GB"``, ``"1.5GiB"`` or a plain number; ``what`` names the option in errors."""
+def parse_bytes(text: str | int, *, label: str = "size") -> int:
+    """Bytes from ``"3GiB"``, ``"3GB"``, ``"1.5GiB"`` or a plain number; ``label`` names the option in errors."""
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
     else:
         match = _SIZE.fullmatch(str(text))
         factor = _FACTORS.get(match.group(2).lower()) if match else None
         if match is None or factor is None:
-            raise ConfigError(f"{what}: {text!r} is not a size; write bytes or a unit, for example 3GiB or 500MB")
+            raise ConfigError(f"{label}: {text!r} is not a size; write bytes or a unit, for example 3GiB or 500MB")
         size = int(Decimal(match.group(1)) * factor)
     if not 0 < size < 1 << 63:
-        raise ConfigError(f"{what}: {text!r} is not a size above zero that any machine could have")
+        raise ConfigError(f"{label}: {text!r} is not a size above zero that any machine could have")
     return size
 
 

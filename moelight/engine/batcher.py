@@ -55,13 +55,13 @@ class PrefixCache:
         if not sequence.keys:
             regime = 0 if rule is None else rule.regime(prompt)
             sequence.keys = keys_of(request.token_ids[: sequence.prompt_tokens], self._size, regime)
-        most = sequence.prompt_tokens - 1
+        limit = sequence.prompt_tokens - 1
         if request.sampling.prompt_logprobs is not None:
-            most = min(most, request.scored_from - 1)
+            limit = min(limit, request.scored_from - 1)
         blocks: list[int] = []
-        known = 0
+        cached = 0
         waits: dict[RunningSequence, int] = {}
-        for key in islice(sequence.keys, most // self._size):
+        for key in islice(sequence.keys, limit // self._size):
             block = self._pool.find(key)
             if block is None:
                 break
@@ -71,20 +71,21 @@ class PrefixCache:
                 if waits[owner] > MOST_WAITS:
                     break
             blocks.append(block)
-            known += not waits
-        if (len(blocks) - known) * self._size < WAIT_SHARE * len(request.token_ids):
-            del blocks[known:]
+            cached += not waits
+        if (len(blocks) - cached) * self._size < WAIT_SHARE * len(request.token_ids):
+            del blocks[cached:]
         return blocks if len(blocks) * self._size >= self._least_share * len(request.token_ids) else []
 
     def find_computed(self, sequence: RunningSequence) -> list[int]:
         """As `find`, for a sequence that is computed again: blocks that no launched pass computes yet are left out."""
         return list(takewhile(lambda block: block not in self._promised, self.find(sequence)))
 
-    def admit(self, sequence: RunningSequence, shared: Sequence[int], own: Sequence[int]) -> None:
-        """Assign ``shared``, the blocks returned by `find`, and the new blocks ``own``, which ``sequence`` promises."""
-        sequence.blocks = [*shared, *own]
+    def admit(self, sequence: RunningSequence, shared: Sequence[int], new_blocks: Sequence[int]) -> None:
+        """Assign ``shared``, the blocks returned by `find`, and the new blocks ``new_blocks``, which ``sequence``
+        promises."""
+        sequence.blocks = [*shared, *new_blocks]
         sequence.cached = sequence.computed = len(shared) * self._size
-        for key, block in zip(islice(sequence.keys, len(shared), None), own, strict=False):
+        for key, block in zip(islice(sequence.keys, len(shared), None), new_blocks, strict=False):
             if self._pool.name(block, key):
                 self._promised[block] = sequence
 
@@ -131,7 +132,7 @@ class RunningSequence:
 
     Attributes:
         cached: leading prompt tokens taken from the prefix cache; ``keys`` are the keys of its full blocks.
-        place: slot of the newest token in the token pool, while the sequence is running.
+        slot: slot of the newest token in the token pool, while the sequence is running.
         computed: leading tokens whose keys and values are in ``blocks`` once all launched passes are done.
         chosen: number of tokens chosen by all launched passes; ``generated`` are those collected so far.
         attempt: how often the answer was generated before, and had not the structure asked for; ``discarded``: the
@@ -151,7 +152,7 @@ class RunningSequence:
     blocks: list[int] = field(default_factory=list)
     keys: tuple[bytes, ...] = ()
     cached: int = 0
-    place: int = -1
+    slot: int = -1
     computed: int = 0
     chosen: int = 0
     generated: list[int] = field(default_factory=list)
@@ -372,26 +373,26 @@ class Batcher:
         ]
         # Decoding sequences first: an earlier one that waited for another's prompt may have many tokens to compute.
         decoding = [
-            SequenceChunk(sequence=each, start=each.computed, count=each.waiting_tokens)
-            for each in going
-            if not each.fills
+            SequenceChunk(sequence=running, start=running.computed, count=running.waiting_tokens)
+            for running in going
+            if not running.fills
         ]
         room = max(pass_tokens(self.policy), len(self._running)) - len(decoding)
-        whole: list[SequenceChunk] = []  # as large as a micro-batch
+        full_chunks: list[SequenceChunk] = []  # as large as a micro-batch
         rest: list[SequenceChunk] = []
-        coming = iter([each for each in going if each.fills])
+        coming = iter([running for running in going if running.fills])
         while (sequence := next(coming, None) or (None if static or room <= 0 else self._admit())) is not None:
             if self._prefix_cache.waiting(sequence):
                 continue
-            count, most = min(sequence.waiting_tokens, room), self.policy.micro_batch_tokens
+            count, limit = min(sequence.waiting_tokens, room), self.policy.micro_batch_tokens
             room -= count
-            for begin in range(0, count, most):
-                size = min(most, count - begin)
+            for begin in range(0, count, limit):
+                size = min(limit, count - begin)
                 chunk = SequenceChunk(
                     sequence=sequence, start=sequence.computed + begin, count=size, anew=sequence.anew
                 )
-                (whole if begin + size < count else rest).append(chunk)
-        plans = [self._plan([chunk]) for chunk in whole]
+                (full_chunks if begin + size < count else rest).append(chunk)
+        plans = [self._plan([chunk]) for chunk in full_chunks]
         if not self._discrete:
             return plans + self._pack(decoding + rest)
         prefill_only = [chunk for chunk in rest if chunk.start == 0]
@@ -439,17 +440,19 @@ class Batcher:
         del self._running[sequence]
         self._growing.pop(sequence, None)
         self._pool.release(sequence.blocks)
-        self._places.append(sequence.place)
+        self._places.append(sequence.slot)
 
     def _grow(self) -> None:
         """Add the block for the next token of every sequence that has none for it; oldest first, and the youngest are
         suspended if no block is free."""
         size = self.policy.kv_block_size
-        full = [each for each in self._growing if not each.fills and each.computed >= len(each.blocks) * size]
+        full = [
+            growing for growing in self._growing if not growing.fills and growing.computed >= len(growing.blocks) * size
+        ]
         for sequence in sorted(full, key=attrgetter("number")):
             while sequence in self._growing and not self._pool.free:
                 # A prompt in progress has promised its blocks to others, and may be scored; it needs none.
-                self._suspend(max((each for each in self._growing if each.chosen), key=attrgetter("number")))
+                self._suspend(max((growing for growing in self._growing if growing.chosen), key=attrgetter("number")))
             if sequence in self._growing:
                 sequence.blocks += self._pool.take(1)
 
@@ -457,7 +460,7 @@ class Batcher:
         """Free the blocks of ``sequence``, which goes on when it is admitted again; its tokens in flight still arrive.
         The blocks may be written by the next pass, since lanes run in order."""
         self._release(sequence)
-        sequence.blocks, sequence.place = [], -1
+        sequence.blocks, sequence.slot = [], -1
         self.admitted.suspended += 1
         self.requeue(sequence)
 
@@ -489,16 +492,16 @@ class Batcher:
         else:
             self._first = None
         self._pool.share(shared)
-        own = self._pool.take(need)
-        first.place = self._places.pop()
+        new_blocks = self._pool.take(need)
+        first.slot = self._places.pop()
         self._running[first] = None
         if first.grows:
             self._growing[first] = None
         if first.chosen:
-            first.blocks, first.anew = [*shared, *own], first.chosen
+            first.blocks, first.anew = [*shared, *new_blocks], first.chosen
             first.computed = len(shared) * self.policy.kv_block_size
         else:
-            self._prefix_cache.admit(first, shared, own)
+            self._prefix_cache.admit(first, shared, new_blocks)
             self._count(first, reserved)
         return first
 
@@ -571,11 +574,11 @@ def partition(
     everything_seen = [0] * least
     lightest = [(0, 0, at) for at in range(least)]  # a heap of (tokens, context, place in ``parts``)
     for chunk in ordered:
-        too_full, mine = [], 0 if max_seen is None else seen(chunk)
+        too_full, chunk_seen = [], 0 if max_seen is None else seen(chunk)
         while lightest:
             tokens, context, at = heapq.heappop(lightest)
             room = len(parts[at]) < max_items and tokens + chunk.count <= max_tokens
-            if room and (max_seen is None or not parts[at] or everything_seen[at] + mine <= max_seen):
+            if room and (max_seen is None or not parts[at] or everything_seen[at] + chunk_seen <= max_seen):
                 break
             too_full.append((tokens, context, at))
         else:
@@ -583,7 +586,7 @@ def partition(
             parts.append([])
             everything_seen.append(0)
         parts[at].append(chunk)
-        everything_seen[at] += mine
+        everything_seen[at] += chunk_seen
         for entry in (*too_full, (tokens + chunk.count, context + chunk.start, at)):
             heapq.heappush(lightest, entry)
     return [part for part in parts if part]

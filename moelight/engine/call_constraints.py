@@ -36,8 +36,8 @@ class CallConstraints:
         self._schemas = lru_cache(_CACHED)(self._read_schema)
 
     def check(self, tools: ToolRequest) -> tuple[str, ...]:
-        """What a user should know about the schemas of ``tools``. Raises InputError if one cannot be used, if one that
-        is strict cannot be enforced, or if there is no grammar of a forced call."""
+        """Return warnings about the schemas of ``tools``. Raises InputError if one cannot be used, if one that is
+        strict cannot be enforced, or if there is no grammar of a forced call."""
         unenforced = {name: list(schema.unenforced) for name, schema in self._tools(tools).items()}
         if tools.forced:
             writer, grammar = self._grammar(tools)
@@ -65,7 +65,7 @@ class CallConstraints:
         return content, tuple(calls if tools.parallel else calls[:1])
 
     def error(self, tools: ToolRequest, calls: Sequence[ToolCall]) -> StructureError | None:
-        """What is wrong with the first invalid one of ``calls``; None if all are valid."""
+        """Return the error of the first invalid call of ``calls``; None if all are valid."""
         functions = tools.callable
         for number, call in enumerate(calls):
             path = f"/tool_calls/{number}/function"

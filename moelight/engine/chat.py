@@ -59,8 +59,8 @@ class Conversation:
     @property
     def shown(self) -> str:
         """A short label: the text of the last user message."""
-        said = [message for message in self.messages if message.get("role") == "user"]
-        content = (said or self.messages)[-1].get("content", "")
+        user_messages = [message for message in self.messages if message.get("role") == "user"]
+        content = (user_messages or self.messages)[-1].get("content", "")
         return str(content) if not isinstance(content, list) else "\n".join(part["text"] for part in content)
 
 
@@ -80,7 +80,7 @@ class ChatTemplate:
     @classmethod
     def from_file(cls, path: Path, *, special_tokens: Mapping[str, str]) -> ChatTemplate:
         try:
-            return cls(read_part(path, read_text, most=_MOST_TEMPLATE_BYTES), special_tokens=special_tokens)
+            return cls(read_part(path, read_text, max_bytes=_MOST_TEMPLATE_BYTES), special_tokens=special_tokens)
         except CheckpointError as error:
             raise ConfigError(f"chat template {error}") from None
 
@@ -134,15 +134,15 @@ class ChatTemplate:
             answer = _RENDERER.ask([self._keys[name], None, values])
             if answer is None:
                 answer = _RENDERER.ask([self._keys[name], self.sources[name], values])
-            text, why = answer
+            text, reason = answer
         except EndedError as error:
-            text, why = None, _WHY.get(error.signal, str(error))
+            text, reason = None, _WHY.get(error.signal, str(error))
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"messages, tools and chat_template_kwargs must be JSON ({error})") from None
         except OSError as error:
             raise ConfigError(f"no process can be started to render chat templates in ({error})") from None
         if text is None:
-            raise InputError(f"the chat template fails: {why}", code="chat_template")
+            raise InputError(f"the chat template fails: {reason}", code="chat_template")
         return str(text)
 
 
@@ -163,12 +163,12 @@ def read_chat_template(
     paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
     if (directory / TEMPLATE_FILE).exists() or (directory / TEMPLATE_FILE).is_symlink():
         paths[DEFAULT] = directory / TEMPLATE_FILE
-    sources = {name: read_part(path, read_text, most=_MOST_TEMPLATE_BYTES) for name, path in paths.items()}
-    given = config.get("chat_template")
-    if not sources and given is not None:
-        path, entries = directory / "tokenizer_config.json", given
-        if isinstance(given, str):
-            entries = [{"name": DEFAULT, "template": given}]
+    sources = {name: read_part(path, read_text, max_bytes=_MOST_TEMPLATE_BYTES) for name, path in paths.items()}
+    configured = config.get("chat_template")
+    if not sources and configured is not None:
+        path, entries = directory / "tokenizer_config.json", configured
+        if isinstance(configured, str):
+            entries = [{"name": DEFAULT, "template": configured}]
         if not isinstance(entries, list) or not all(
             isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
             for entry in entries
@@ -180,10 +180,10 @@ def read_chat_template(
     return ChatTemplate(sources, special_tokens=special_tokens) if sources else None
 
 
-def read_part(path: Path, read: Callable[..., _T], *, most: int) -> _T:
-    """The contents of ``path``, at most ``most`` bytes, as ``read`` returns them; else CheckpointError."""
+def read_part(path: Path, read: Callable[..., _T], *, max_bytes: int) -> _T:
+    """The contents of ``path``, at most ``max_bytes`` bytes, as ``read`` returns them; else CheckpointError."""
     try:
-        return read(path, most=most)
+        return read(path, max_bytes=max_bytes)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
 
@@ -191,17 +191,17 @@ def read_part(path: Path, read: Callable[..., _T], *, most: int) -> _T:
 def _checked(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not message:
         raise InputError(f"{where} must be an object with role and content")
-    kept = {key: value for key, value in message.items() if value is not None}
-    if not isinstance(kept.get("role"), str):
+    checked = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(checked.get("role"), str):
         raise InputError(f"{where}: role must be a string")
-    if "tool_calls" in kept:
-        kept["tool_calls"] = _checked_calls(kept["tool_calls"], where)
-    content = kept.get("content")
+    if "tool_calls" in checked:
+        checked["tool_calls"] = _checked_calls(checked["tool_calls"], where)
+    content = checked.get("content")
     if isinstance(content, list) and content:
-        kept["content"] = [_checked_part(part, f"{where}, part {n}") for n, part in enumerate(content, start=1)]
-    elif not isinstance(content, str) and (content is not None or kept.keys().isdisjoint(_SAY_WITHOUT_CONTENT)):
+        checked["content"] = [_checked_part(part, f"{where}, part {n}") for n, part in enumerate(content, start=1)]
+    elif not isinstance(content, str) and (content is not None or checked.keys().isdisjoint(_SAY_WITHOUT_CONTENT)):
         raise InputError(f"{where}: content must be a string or a list of text parts")
-    return kept
+    return checked
 
 
 def _checked_part(part: object, where: str) -> dict[str, Any]:
@@ -247,8 +247,8 @@ def _check_conversation(conversation: Conversation) -> None:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _with_content(message: dict[str, Any], content: str | None) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _mark_last(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], st
 
 
 def _cut_at_mark(rendered: str, text: str) -> str:
-    place = rendered.rfind(_MARK.strip())
-    if place < 0 or text.strip() not in rendered:
+    position = rendered.rfind(_MARK.strip())
+    if position < 0 or text.strip() not in rendered:
         raise InputError("continue_final_message: the chat template does not write the final message as it is")
-    return rendered[:place] if rendered.startswith(_MARK, place) else rendered[:place].rstrip()
+    return rendered[:position] if rendered.startswith(_MARK, position) else rendered[:position].rstrip()

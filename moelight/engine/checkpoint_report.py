@@ -91,7 +91,7 @@ class CheckpointReport:
     """
 
     name: str
-    place: Path | None = None
+    path: Path | None = None
     refusals: tuple[str, ...] = ()
     model_type: str = ""
     road: str = ""
@@ -142,7 +142,7 @@ def check_checkpoint(model: LazyModel) -> CheckpointReport:
         pieces = ()
     return CheckpointReport(
         name=model.name,
-        place=directory,
+        path=directory,
         refusals=tuple(refusals.lines),
         model_type=_model_type(directory) if profile is None else profile.model_type,
         road=_road(opened),
@@ -189,8 +189,8 @@ def _pieces(directory: Path, ignored: Iterable[IgnoredTensor]) -> Iterator[_Stor
             yield _StoredPiece(module=module, suffix=suffix, format=tensor.type, nbytes=tensor.nbytes, file=tensor.file)
         return
     checkpoint = open_needed(directory)
-    reasons = {each.info.name: each.reason for each in (*checkpoint.ignored, *ignored)}
-    infos = {**checkpoint.tensors, **{each.info.name: each.info for each in checkpoint.ignored}}
+    reasons = {tensor.info.name: tensor.reason for tensor in (*checkpoint.ignored, *ignored)}
+    infos = {**checkpoint.tensors, **{tensor.info.name: tensor.info for tensor in checkpoint.ignored}}
     format_of = _formats(directory)
     for name, info in infos.items():
         module, suffix = _without_weight(name)
@@ -218,11 +218,11 @@ def _matrix_of(
     """Module, suffix and format of the quantised matrix of which tensor ``name`` is a part, if it is of one."""
     for ending in sorted(SUFFIXES, key=len, reverse=True):
         module = name.removesuffix(ending)
-        if module == name or (found := format_of(module)) is None or ending not in found.names:
+        if module == name or (stored_format := format_of(module)) is None or ending not in stored_format.names:
             continue
-        if found.names[0] == ".weight" and not any(module + part in stored for part in found.names[1:]):
+        if stored_format.names[0] == ".weight" and not any(module + part in stored for part in stored_format.names[1:]):
             return None  # left as it was, as norms are
-        return module, "", found.name
+        return module, "", stored_format.name
     return None
 
 
@@ -242,13 +242,13 @@ def _families(pieces: Iterable[_StoredPiece]) -> Iterator[TensorFamily]:
         sizes[piece.module] = sizes.get(piece.module, 0) + piece.nbytes
     places: dict[tuple[str, str, str, int, str], dict[str, int]] = {}
     for (name, stored, reason), sizes in alike.items():
-        place, _, leaf = name.rpartition(".") if not name.endswith(".bias") else _biased(name)
+        parent, _, leaf = name.rpartition(".") if not name.endswith(".bias") else _biased(name)
         kind = leaf.rpartition("_")[2] if "_" in leaf else ""  # ``proj`` of ``q_proj``
-        leaves = places.setdefault((place, stored, reason, len(sizes), kind), {})
+        leaves = places.setdefault((parent, stored, reason, len(sizes), kind), {})
         leaves[leaf] = leaves.get(leaf, 0) + sum(sizes.values())
-    for (place, stored, reason, count, _), leaves in places.items():
+    for (parent, stored, reason, count, _), leaves in places.items():
         yield TensorFamily(
-            name=place,
+            name=parent,
             leaves=tuple(leaves),
             count=count * len(leaves),
             format=stored,
@@ -258,15 +258,17 @@ def _families(pieces: Iterable[_StoredPiece]) -> Iterator[TensorFamily]:
 
 
 def _biased(name: str) -> tuple[str, str, str]:
-    place, dot, leaf = name.removesuffix(".bias").rpartition(".")
-    return place, dot, f"{leaf}.bias"
+    parent, dot, leaf = name.removesuffix(".bias").rpartition(".")
+    return parent, dot, f"{leaf}.bias"
 
 
 def _text_report(directory: Path, tokenizer: Tokenizer) -> TextReport:
     template = tokenizer.template
     sources = {} if template is None else template.sources
     special = sorted(tokenizer.special_ids)
-    written = (text for text in map(tokenizer.token_text, special) if any(text in each for each in sources.values()))
+    written = (
+        text for text in map(tokenizer.token_text, special) if any(text in source for source in sources.values())
+    )
     return TextReport(
         tokenizer=_tokenizer_file(directory),
         tokens=tokenizer.vocab_size,

@@ -81,7 +81,7 @@ class GraphCheckpoint:
         """The expert whose page is in ``slot`` (uint8); of a dense model the numbers of the page."""
         if self.views is None:
             return slot.view(dtype)
-        return self.views.of(slot[: self.views.numbers * dtype.itemsize].view(dtype))
+        return self.views.of(slot[: self.views.elements * dtype.itemsize].view(dtype))
 
 
 def _open_graph(directory: Path) -> OpenCheckpoint:
@@ -101,8 +101,8 @@ def _open_gguf(path: Path) -> OpenCheckpoint:
     """Open the GGUF file ``path``; nothing is read but its header. Raises as `_graph_of`."""
     file = open_gguf(path)
     if not not_computed(file.profile):
-        found = locate(gguf_checkpoint(file), file.profile)
-        return as_stored(OpenCheckpoint(directory=path, profile=file.profile, weight_map=found))
+        weight_map = locate(gguf_checkpoint(file), file.profile)
+        return as_stored(OpenCheckpoint(directory=path, profile=file.profile, weight_map=weight_map))
     values = dict(file.config.values)
     config = config_of(values, where=str(path))
     model = GraphModel(on_meta(config))
@@ -133,10 +133,10 @@ def _graph_of(
     layouts = list(weights.layouts.values())
     if len(set(layouts)) > 1:
         raise ConfigError(f"{where}: the experts of its layers lie in {len(set(layouts))} ways; pages have one")
-    found = WeightMap(
+    weight_map = WeightMap(
         dtype=weights.dtype, parts=MappingProxyType({}), pages=weights.pages, spare_head=None, ignored=weights.ignored
     )
     views = PageViews(layouts[0], model.forms) if layouts else None
     graph = GraphCheckpoint(model, weights, views)
-    opened = OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=found, graph=graph)
+    opened = OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=weight_map, graph=graph)
     return opened, weights.layouts

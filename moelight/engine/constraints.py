@@ -13,7 +13,15 @@ import numpy as np
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.panics import panics_as
 from moelight.core.request import INVALID, StructuredOutputs, StructureError
-from moelight.engine.grammars import NO_ALLOWED_TOKEN, NO_TOKEN, GrammarTrial, TrialResult, Vocabulary, compiled, said
+from moelight.engine.grammars import (
+    NO_ALLOWED_TOKEN,
+    NO_TOKEN,
+    GrammarTrial,
+    TrialResult,
+    Vocabulary,
+    compiled,
+    short_error,
+)
 from moelight.engine.schema_relaxation import EnforcedSchema
 from moelight.engine.tokenizer import Tokenizer
 
@@ -54,7 +62,8 @@ class Constraints:
         self._structures.cache_clear()
 
     def compile(self, kind: str, text: str) -> CompiledStructure:
-        """What a grammar of ``kind`` ``json``, ``regex`` or ``lark`` compiles to, or why it does not."""
+        """Compile a grammar of ``kind`` ``json``, ``regex`` or ``lark``, or return the reason why it cannot be
+        compiled."""
         return self._structures(kind, text)
 
     def check(self, outputs: StructuredOutputs) -> tuple[str, ...]:
@@ -124,20 +133,20 @@ class Constraints:
             with panics_as(ValueError):
                 matcher = compiled(trie, kind, tried.enforced.text)
         except ValueError as error:
-            return None, said(str(error))
+            return None, short_error(str(error))
         first = Constraint(matcher.deep_copy(), self._special)
-        return (None, first.why) if first.allowed() is None else (matcher, None)
+        return (None, first.reason) if first.allowed() is None else (matcher, None)
 
 
 class Constraint:
-    """The tokens that may continue one answer. ``stuck``: none may, though it is incomplete, for the reason ``why``;
+    """The tokens that may continue one answer. ``stuck``: none may, though it is incomplete, for the reason ``reason``;
     ``left``: a token came that was not allowed, such as the first one of a reasoning."""
 
     def __init__(self, matcher: llguidance.LLMatcher, special: np.ndarray) -> None:
         """``special``: uint32 [V / 32], a bit for each special token that does not end a sequence."""
         self._matcher, self._special, self._words = matcher, special, len(special)
         self.stuck = self.left = False
-        self.why = NO_TOKEN
+        self.reason = NO_TOKEN
 
     def allowed(self, among: np.ndarray | None = None) -> np.ndarray | None:
         """uint32 [V / 32], a bit for each allowed next token, ``among`` those of uint32 [V / 32] (None: all); None if
@@ -147,17 +156,17 @@ class Constraint:
             return None
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self.stuck, self.why = True, said(self._matcher.get_error())
+            self.stuck, self.reason = True, short_error(self._matcher.get_error())
             return None
-        found = np.frombuffer(mask, dtype=np.uint32)
+        words = np.frombuffer(mask, dtype=np.uint32)
         allowed = np.zeros(self._words, dtype=np.uint32)
-        allowed[: len(found)] = found[: self._words]
+        allowed[: len(words)] = words[: self._words]
         for token in bits_of(allowed & self._special):  # where no token matches, llguidance's mask holds a special one
             if not self._matcher.validate_tokens([token]):
                 allowed[token // 32] &= ~np.uint32(1 << token % 32)
         if among is not None and allowed.any():
             allowed &= among
-            self.why = NO_ALLOWED_TOKEN if not allowed.any() else self.why
+            self.reason = NO_ALLOWED_TOKEN if not allowed.any() else self.reason
         self.stuck = not allowed.any()
         return None if self.stuck else allowed
 
@@ -175,7 +184,7 @@ class Constraint:
         for token in tokens:
             self.go_on_if_allowed(token)
         if self.left:
-            self.why = "the token that ends the reasoning begins an answer that does not match"
+            self.reason = "the token that ends the reasoning begins an answer that does not match"
 
     @property
     def accepts(self) -> bool:

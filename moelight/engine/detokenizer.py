@@ -110,11 +110,11 @@ def without_unfinished(
 def cut_at_stop(text: str, stops: Sequence[str], *, begin: int = 0, include: bool = False) -> tuple[str, str | None]:
     """``text`` before the first occurrence of any of ``stops`` from ``begin`` on, and the stop found, if any.
     ``include``: keep that stop in the text."""
-    places = [(place, stop) for stop in stops if (place := text.find(stop, max(0, begin))) >= 0]
+    places = [(position, stop) for stop in stops if (position := text.find(stop, max(0, begin))) >= 0]
     if not places:
         return text, None
-    place, stop = min(places, key=lambda found: found[0])
-    return text[: place + len(stop) * include], stop
+    position, stop = min(places, key=lambda match: match[0])
+    return text[: position + len(stop) * include], stop
 
 
 class StopMatcher:
@@ -146,16 +146,16 @@ class StopMatcher:
         self._unsearched = unsearched
         self._tail = ""
 
-    def found(self, token_id: int) -> bool:
+    def matches(self, token_id: int) -> bool:
         """Append a token; return True if the text of the sequence now contains a stop string."""
         self._ids.append(token_id)
         self._unsearched -= 1
-        known = self._decode(self._ids[: self._searched])
-        whole = self._decode(self._ids)
-        tail = self._tail + whole[len(known) :]
+        before = self._decode(self._ids[: self._searched])
+        decoded = self._decode(self._ids)
+        tail = self._tail + decoded[len(before) :]
         if self._unsearched < 0 and any(stop in tail for stop in self._stops):
             return True
-        unfinished = whole.endswith("\ufffd") and len(self._ids) - self._searched < _MOST_TOKENS_PER_CHARACTER
+        unfinished = decoded.endswith("\ufffd") and len(self._ids) - self._searched < _MOST_TOKENS_PER_CHARACTER
         if not unfinished:
             self._tail = tail[max(0, len(tail) - self._keep) :]
             del self._ids[: self._searched]
@@ -189,4 +189,4 @@ class BadWords:
 
 def _steps(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A decoder of tokenizer.json as a flat list of simple decoders."""
-    return [step for each in spec["decoders"] for step in _steps(each)] if spec["type"] == "Sequence" else [spec]
+    return [step for decoder in spec["decoders"] for step in _steps(decoder)] if spec["type"] == "Sequence" else [spec]

@@ -172,11 +172,11 @@ class Engine:
         began = time.perf_counter()
         self._reasoning = check_mode(reasoning)
         self.plan = policy if isinstance(policy, Plan) else None
-        given = policy.policy if isinstance(policy, Plan) else policy
-        machine = find_machine("cpu" if device == "auto" and not given.discrete else device)
-        source = source or open_model(given.model)
+        run_policy = policy.policy if isinstance(policy, Plan) else policy
+        machine = find_machine("cpu" if device == "auto" and not run_policy.discrete else device)
+        source = source or open_model(run_policy.model)
         self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
-        resolved = resolve(given, self.profile, discrete=machine.discrete, device=machine.device)
+        resolved = resolve(run_policy, self.profile, discrete=machine.discrete, device=machine.device)
         options, dtype = experts or ExpertOptions(), weight_dtype(resolved, source, machine)
         resolved, self.residents_reason = choose_residents(resolved, self.plan, options, self.profile, dtype)
         self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
@@ -273,8 +273,8 @@ class Engine:
             source,
             find_machine(device),
             hw=hw,
-            host_memory=None if host_memory is None else parse_bytes(host_memory, what="host_memory"),
-            device_memory=None if device_memory is None else parse_bytes(device_memory, what="device_memory"),
+            host_memory=None if host_memory is None else parse_bytes(host_memory, label="host_memory"),
+            device_memory=None if device_memory is None else parse_bytes(device_memory, label="device_memory"),
             **choices,
             workload=workload or Workload(),
             experts=None if experts is None else experts.policy,
@@ -297,7 +297,9 @@ class Engine:
         Raises:
             InputError: a prompt cannot be served; nothing has been generated then.
         """
-        return sorted(self.stream(prompts, sampling_params), key=lambda each: (each.index, each.sample))
+        return sorted(
+            self.stream(prompts, sampling_params), key=lambda completion: (completion.index, completion.sample)
+        )
 
     def stream(
         self,
@@ -365,8 +367,8 @@ class Engine:
         if self._serving:
             raise MoelightError("the engine is still serving an earlier call; finish or close its iterator first")
         self._serving = True
-        most, lost, discrete = self.profile.max_positions, self._loaded.range_lost, self._machine.discrete
-        outputs = OutputProcessor(requests, self.tokenizer, self._calls, most, lost, on_scores, discrete=discrete)
+        context, lost, discrete = self.profile.max_positions, self._loaded.range_lost, self._machine.discrete
+        outputs = OutputProcessor(requests, self.tokenizer, self._calls, context, lost, on_scores, discrete=discrete)
         self._batcher.add(outputs.sequences)
         if self._adapting is not None:
             self._adapting.begin(outputs, self._totals.busy_s)

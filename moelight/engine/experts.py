@@ -18,7 +18,7 @@ from moelight.experts.trace import RoutingTrace
 from moelight.hrm import costs
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Speeds
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.models.moe import Routed
 from moelight.paging.residency import ModelFacts, ResidencyManager
 from moelight.profiles.model import ModelProfile
@@ -78,7 +78,7 @@ class ExpertRuntime:
             return ids[[Page(layer=layer, expert=expert) in self.computed for expert in ids.tolist()]]
         if self.miss_s is None:
             return ids[:0]
-        placed = self.residency.residency.place(
+        placed = self.residency.residency.place_missing(
             tokens, fetch_s=self.fetch_s, cpu_s=self.miss_s(tokens), fixed_s=self.cross_s
         )
         return ids[placed.computed]
@@ -101,8 +101,8 @@ class ExpertRuntime:
 
 def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:
     """The share of all experts of ``model`` that fit the capacity of ``experts``; raises ConfigError if none fits."""
-    layers, each = model.num_moe_layers, model.experts.num_experts
-    return experts.slots(layers, each, costs.page_bytes(model, dtype)) / (layers * each)
+    layers, experts_per_layer = model.num_moe_layers, model.experts.num_experts
+    return experts.slots(layers, experts_per_layer, costs.page_bytes(model, dtype)) / (layers * experts_per_layer)
 
 
 def choices_for(
@@ -110,7 +110,7 @@ def choices_for(
 ) -> ExpertRuntime | None:
     """The residency of experts under the resolved ``policy``; None if all experts are resident and no option observes
     them. On a device, routing of whole passes is recorded only on request: it would cross the link in every layer."""
-    placement = place(model, policy)
+    placement = place_pages(model, policy)
     if not placement.streamed and not options.watches:
         return None
     experts = options.policy or DEFAULT_POLICY

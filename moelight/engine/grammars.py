@@ -93,7 +93,7 @@ def compiled(
     return _on_stack(stack_bytes, compile_grammar)
 
 
-def said(error: str) -> str:
+def short_error(error: str) -> str:
     """llguidance's error message without the excerpt of the grammar; exceeded limits are named as such."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or ["it cannot be compiled"]
     short = " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error:"))])[:_SHOWN]
@@ -169,7 +169,7 @@ class GrammarTrial:
         return {"tokens": texts, "special_token_ids": list(words.special_token_ids), "ends": list(words.ends)}
 
 
-def tester(given: dict[str, Any]) -> Callable[[list[str]], Mapping[str, Any] | None]:
+def tester(setup: dict[str, Any]) -> Callable[[list[str]], Mapping[str, Any] | None]:
     """The function of the trial process: from ``["compile", kind, text]`` to the fields of a `TrialResult`, and from
     ``["validate", schema, answer]`` to a mismatch or None."""
 
@@ -178,8 +178,8 @@ def tester(given: dict[str, Any]) -> Callable[[list[str]], Mapping[str, Any] | N
     def encode(text: str) -> list[int]:
         return trie.greedy_tokenize(text)
 
-    tokens = [token.encode("latin-1") for token in given["tokens"]]
-    trie = Vocabulary(**{**given, "tokens": tokens}, encode=encode).trie()
+    tokens = [token.encode("latin-1") for token in setup["tokens"]]
+    trie = Vocabulary(**{**setup, "tokens": tokens}, encode=encode).trie()
 
     def answer(question: list[str]) -> Mapping[str, Any] | None:
         try:
@@ -251,19 +251,19 @@ def _byte_tokens(text: str) -> list[int]:
 
 def _tried(trie: llguidance.LLTokenizer, kind: str, text: str) -> str | None:
     try:
-        found = compiled(trie, kind, text, stack_bytes=TRIED_STACK_BYTES)
+        matcher = compiled(trie, kind, text, stack_bytes=TRIED_STACK_BYTES)
         # Advance one token: some grammars grow only then. The parent process, which has the whole vocabulary, rejects a
         # grammar that no token fits.
-        mask = found.compute_bitmask()
+        mask = matcher.compute_bitmask()
         allowed = (token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1)
-        fits = next((token for token in allowed if found.validate_tokens([token])), None)
+        fits = next((token for token in allowed if matcher.validate_tokens([token])), None)
         if fits is not None:
-            found.consume_token(fits)
-        why = said(found.get_error()) if found.is_error() else ""
-        return why if why.startswith(_TOO_LARGE_FOR_IT) else None
+            matcher.consume_token(fits)
+        message = short_error(matcher.get_error()) if matcher.is_error() else ""
+        return message if message.startswith(_TOO_LARGE_FOR_IT) else None
     except ValueError as error:
-        return said(str(error))
+        return short_error(str(error))
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001 (a panic of llguidance is no Exception)
-        return said(f"{type(error).__name__}: {error}")
+        return short_error(f"{type(error).__name__}: {error}")

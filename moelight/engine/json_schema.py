@@ -149,8 +149,8 @@ class SchemaDocument:
             return 2019 if _number_bounds(self.root) else 2020
         draft = _DIALECTS.get(str(dialect).rstrip("#"))
         if draft is None:
-            known = ", ".join(_DIALECTS)
-            self.problems.append(f"#: $schema {dialect!r} is no dialect known here (known: {known}; leave it out)")
+            dialects = ", ".join(_DIALECTS)
+            self.problems.append(f"#: $schema {dialect!r} is no dialect known here (known: {dialects}; leave it out)")
         return draft or 2020
 
     def _index(self, node: dict[str, Any], pointer: str, base: str, depth: int) -> None:

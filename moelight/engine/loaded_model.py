@@ -25,7 +25,7 @@ from moelight.hrm.footprint import (
     offloaded_pages,
     pass_tokens,
 )
-from moelight.hrm.placement import place, slot_table
+from moelight.hrm.placement import place_pages, slot_table
 from moelight.kernels import native
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.gpu.attention import prompt_form
@@ -62,7 +62,7 @@ class LoadedModel:
         pager: transfers ``pages`` in on-demand passes; None if no page is transferred.
         prompt_form: of prompts that attend on the device.
         hidden: [T, H], the hidden states of a pass; ``crossing``: their staging buffers, if a link is crossed.
-        kept: saved activations, where experts run once per pass.
+        saved: saved activations, where experts run once per pass.
         graphs: of the device lane, on CUDA where they are wanted.
     """
 
@@ -80,7 +80,7 @@ class LoadedModel:
         `graphs`."""
         self.profile = source.profile
         self.dtype = weight_dtype(policy, source, machine)
-        self.placement = place(self.profile, policy)
+        self.placement = place_pages(self.profile, policy)
         self.layout = layout_of(self.profile, policy, self.dtype, placement=self.placement)
         self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
         dtype = to_torch(self.dtype)
@@ -103,10 +103,10 @@ class LoadedModel:
             self.crossing: StagingBuffers | None = None
             if "crossing" in arenas:
                 self.crossing = StagingBuffers.in_arena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
-            self.kept: SavedActivations | None = None
+            self.saved: SavedActivations | None = None
             if (arena := arenas.get("mixture")) is not None:
                 top_k = self.profile.router.top_k
-                self.kept = SavedActivations.in_arena(arena, tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
+                self.saved = SavedActivations.in_arena(arena, tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
             make_decoder = self._load_dense(source, arenas["dense"], policy)
             self.pages = self._page_store(source, arenas, experts)
             self.pager: RingPager | None = None
@@ -143,8 +143,10 @@ class LoadedModel:
         experts = None if quantized is None else QuantizedExperts(quantized, activations)
         if source.graph is not None:
             return source.graph.decoder(self.profile, arena, dtype, experts)
-        kept = costs.keeps_stored(self.profile, self.dtype, discrete=policy.discrete)
-        self.weights = load_dense(source.weight_map, self.profile, arena, dtype, kept=kept, activations=activations)
+        keeps_stored = costs.keeps_stored(self.profile, self.dtype, discrete=policy.discrete)
+        self.weights = load_dense(
+            source.weight_map, self.profile, arena, dtype, as_stored=keeps_stored, activations=activations
+        )
         return partial(NativeDecoder, self.profile, self.weights, quantized=experts)
 
     def _page_store(
@@ -176,14 +178,14 @@ class LoadedModel:
 
     def _kinds(self) -> list[int]:
         """The first layer of each kind: others launch no other kernels."""
-        found: dict[tuple[object, ...], int] = {}
+        kinds: dict[tuple[object, ...], int] = {}
         assert self.weights is not None, "a module graph is not warmed up"
-        for layer, (moe, mine) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
-            given = (getattr(mine, field.name) for field in fields(mine))
-            dtypes = (None if tensor is None else tensor.dtype for tensor in given)
+        for layer, (moe, layer_weights) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
+            tensors = (getattr(layer_weights, field.name) for field in fields(layer_weights))
+            dtypes = (None if tensor is None else tensor.dtype for tensor in tensors)
             kind = frozenset(self._page_layouts.get(layer, ())), layer in self._reader.wide_layers
-            found.setdefault((moe, kind, *dtypes), layer)
-        return list(found.values())
+            kinds.setdefault((moe, kind, *dtypes), layer)
+        return list(kinds.values())
 
     def _warm_up(self, policy: Policy, lane: LaneRunner, layers: Collection[int]) -> Ticket:
         """Warm up ``layers`` on the thread and stream of the device's ``lane``, while pages are read."""
@@ -194,7 +196,7 @@ class LoadedModel:
             self.profile,
             self.hidden,
             layers=layers,
-            kept=self.kept,
+            saved=self.saved,
             most_rows=policy.micro_batch_tokens,
             block_size=policy.kv_block_size,
             form=self.prompt_form,
@@ -222,7 +224,7 @@ class LoadedModel:
             decoder,
             self.pages,
             host_space=spaces.get("host_work"),
-            kept=self.kept,
+            saved=self.saved,
             hidden=self.hidden,
             most_rows=most_rows,
             wide_layers=self._reader.wide_layers,
@@ -258,7 +260,7 @@ class LoadedModel:
         def cache(name: str, blocks: int) -> list[CachedRows]:
             return token_cache(arenas[name], specs, slots=blocks * size, dtype=kv_dtype)
 
-        host, there = self.pool.host_blocks, blocks - self.pool.host_blocks
+        host, device_blocks = self.pool.host_blocks, blocks - self.pool.host_blocks
         return DeviceAttention(
             specs,
             arenas["kv_buffer"].view(KV_BUFFERS, -1),
@@ -266,7 +268,7 @@ class LoadedModel:
             kv_dtype=kv_dtype,
             sinks=sinks,
             on_host=cache("kv", host) if self.layout.context_crosses else None,
-            on_device=cache("device_kv", there) if there else None,
+            on_device=cache("device_kv", device_blocks) if device_blocks else None,
         )
 
 
@@ -278,9 +280,9 @@ def _stored_bytes(slot: Tensor) -> Tensor:
 def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: ExitStack) -> PageReader:
     """A reader that bypasses the page cache, unless weights are converted while they are read. In mixed precision only
     a device rounds pages to ``dtype``."""
-    weight_map, kept = source.weight_map, to_torch(dtype.page_dtype)
-    if to_torch(weight_map.dtype) != kept and weight_map.quantized is None:
-        return PageReader(weight_map, source.profile, kept)
+    weight_map, page_dtype = source.weight_map, to_torch(dtype.page_dtype)
+    if to_torch(weight_map.dtype) != page_dtype and weight_map.quantized is None:
+        return PageReader(weight_map, source.profile, page_dtype)
     try:
         files = opened.enter_context(FileReader(page_files(weight_map)))
     except OSError as error:
@@ -288,8 +290,8 @@ def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: E
     return PageReader(
         weight_map,
         source.profile,
-        kept,
-        lambda parts: files.submit([ReadPart(*each) for each in parts]),
+        page_dtype,
+        lambda parts: files.submit([ReadPart(*part) for part in parts]),
         mixed=bool(dtype.pages) and policy.ffn_device != "cpu",
         in_order=policy.activations == INT8,
     )
@@ -317,10 +319,10 @@ def weight_dtype(policy: Policy, source: OpenCheckpoint, machine: Machine) -> DT
     """The dtype of weights in memory: the policy's, or the checkpoint's as far as the machine supports it. float16 over
     a bfloat16 checkpoint is mixed precision, which a module graph does not compute (ConfigError)."""
     stored, asked = source.weight_map.dtype, policy.weight_dtype
-    found = machine.native_dtype(stored) if asked == "auto" else computed_in(dtype_named(asked), stored)
-    if source.graph is not None and found.pages:
+    chosen = machine.native_dtype(stored) if asked == "auto" else computed_in(dtype_named(asked), stored)
+    if source.graph is not None and chosen.pages:
         raise ConfigError(
             f"{source.directory / 'config.json'}: {source.profile.model_type} runs as its module graph, which does not "
             "compute a bfloat16 checkpoint in float16; run a policy with weight_dtype float32, or use --device cpu"
         )
-    return found
+    return chosen

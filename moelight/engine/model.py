@@ -235,22 +235,22 @@ def model_facts(directory: Path) -> dict[str, str]:
     """Return digests of the config, the tokenizer files and a sample of the weights: 64 KiB at 32 places of each file.
     Training that changes only a few tensors may go undetected. Of a GGUF file all is in the sample."""
     if directory.is_file():
-        parts = sorted(each.name for each in gguf_parts(directory))
-        return {"weights": _digest_of(directory.parent, parts, whole=False)}
+        parts = sorted(part.name for part in gguf_parts(directory))
+        return {"weights": _digest_of(directory.parent, parts, full=False)}
     return {
-        "config": _digest_of(directory, _CONFIG, whole=True),
-        "tokenizer": _digest_of(directory, _TEXT, whole=True),
-        "weights": _digest_of(directory, ("*.safetensors",), whole=False),
+        "config": _digest_of(directory, _CONFIG, full=True),
+        "tokenizer": _digest_of(directory, _TEXT, full=True),
+        "weights": _digest_of(directory, ("*.safetensors",), full=False),
     }
 
 
-def _digest_of(directory: Path, patterns: Iterable[str], *, whole: bool) -> str:
+def _digest_of(directory: Path, patterns: Iterable[str], *, full: bool) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(found for pattern in patterns for found in directory.glob(pattern)):
+    for path in sorted(match for pattern in patterns for match in directory.glob(pattern)):
         digest.update(f"{path.relative_to(directory)}\0".encode())
         try:
-            if whole:
-                data = read_bytes(path, most=MOST_TOKENIZER_BYTES)
+            if full:
+                data = read_bytes(path, max_bytes=MOST_TOKENIZER_BYTES)
                 digest.update(len(data).to_bytes(8, "little") + data)
                 continue
             with open(open_regular(path), "rb") as file:

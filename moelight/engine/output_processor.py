@@ -43,7 +43,7 @@ from moelight.engine.sampling import (
     next_tokens,
     sample_seed,
     score,
-    there,
+    to_device,
 )
 from moelight.engine.tokenizer import Tokenizer
 
@@ -127,10 +127,10 @@ class SequenceState:
         decode = partial(self._tokenizer.decode, skip_special_tokens=skip)
         return StopMatcher(decode, self._how.stop, context=self._tokenizer.context(before), unsearched=unsearched)
 
-    def change(self, place: int) -> Change:
-        """The change to the logits of generated token number ``place``."""
+    def change(self, position: int) -> Change:
+        """The change to the logits of generated token number ``position``."""
         how = self._how
-        forbidden: Collection[int] = self._ends if place < how.min_tokens else ()
+        forbidden: Collection[int] = self._ends if position < how.min_tokens else ()
         allowed = self._only
         if self._thinking is not None and (end := self._thinking.next_end) is not None:
             allowed, forbidden = bits([end], self._constraints.vocab_size), ()
@@ -171,7 +171,7 @@ class SequenceState:
                 self._texts.follow(token)
         if self._constraint is not None and self._constraint.stuck:
             del self.logprobs[-1:]
-            return SequenceEnd("error", stop=f"structured_outputs: {self._constraint.why}", code=STUCK)
+            return SequenceEnd("error", stop=f"structured_outputs: {self._constraint.reason}", code=STUCK)
         if self._counts:
             self._seen[token] = self._seen.get(token, 0) + 1
         if self._bad_words is not None:
@@ -189,7 +189,7 @@ class SequenceState:
                     self._begin_content(generated, thinking.rest)
                 return None
             content = list(generated) if over else []  # until then they may open the reasoning
-        if self.matcher is not None and any(self.matcher.found(each) for each in content):
+        if self.matcher is not None and any(self.matcher.matches(token_id) for token_id in content):
             return SequenceEnd("stop", by_text=True)
         if self._constraint is not None:
             if thinking is None:
@@ -225,11 +225,11 @@ class SequenceState:
         if self._how.prompt_logprobs is None:
             return None
         scored, texts = dict(zip(self.positions, self.prompt, strict=True)), TokenTexts(self._token_bytes)
-        found: list[Mapping[int, Logprob] | None] = []
+        result: list[Mapping[int, Logprob] | None] = []
         for position, token in enumerate(self._token_ids):
-            found.append(_logprobs(token, *scored[position], texts.text) if position in scored else None)
+            result.append(_logprobs(token, *scored[position], texts.text) if position in scored else None)
             texts.follow(token)
-        return tuple(found)
+        return tuple(result)
 
 
 def _penalties(how: SamplingParams) -> tuple[float, float, float]:
@@ -245,11 +245,12 @@ def _changes(how: SamplingParams) -> bool:
 def _logprobs(token: int, scores: Scores, row: int, text: Callable[[int], str]) -> Mapping[int, Logprob]:
     """The scored token is first, then the likeliest tokens in order."""
     ids, logprobs = scores.top_ids[row].tolist(), scores.top_logprobs[row].tolist()
-    found = {token: (float(scores.logprobs[row]), int(scores.ranks[row]))}
-    for rank, (each, logprob) in enumerate(zip(ids, logprobs, strict=True), start=1):
-        found.setdefault(each, (logprob, rank))
+    ranked = {token: (float(scores.logprobs[row]), int(scores.ranks[row]))}
+    for rank, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True), start=1):
+        ranked.setdefault(token_id, (logprob, rank))
     return {
-        each: Logprob(logprob=logprob, rank=rank, decoded_token=text(each)) for each, (logprob, rank) in found.items()
+        token_id: Logprob(logprob=logprob, rank=rank, decoded_token=text(token_id))
+        for token_id, (logprob, rank) in ranked.items()
     }
 
 
@@ -334,16 +335,16 @@ class OutputProcessor:
         plain = [_LIKELIEST if row in special else how for row, how in enumerate(params)]
         tokens = next_tokens(logits, plain, seeds, places, likeliest=likeliest)
         for rows in blocks(list(special), logits, CHANGE_BYTES):
-            index, mine = there(np.asarray(rows), logits), [special[row] for row in rows]
+            index, row_states = to_device(np.asarray(rows), logits), [special[row] for row in rows]
             changed = raw = logits[index]
-            changes = [state.change(places[row]) for row, state in zip(rows, mine, strict=True)]
-            if any(each is not UNCHANGED for each in changes):
+            changes = [state.change(places[row]) for row, state in zip(rows, row_states, strict=True)]
+            if any(change is not UNCHANGED for change in changes):
                 changed = raw.clone()
                 change(changed, changes)
             tokens[index] = chosen = next_tokens(
                 changed, [params[row] for row in rows], [seeds[row] for row in rows], [places[row] for row in rows]
             )
-            wanted = [(row, state.top, state.chosen) for row, state in enumerate(mine) if state.top is not None]
+            wanted = [(row, state.top, state.chosen) for row, state in enumerate(row_states) if state.top is not None]
             _score(raw, chosen, wanted)
         return tokens.masked_fill_(lost, NOT_FINITE)
 
@@ -453,11 +454,11 @@ class OutputProcessor:
         how, state = sequence.request.sampling, self._states.get(sequence) if self._states else None
         first = not sequence.generated
         if token == NOT_FINITE or (first and state is not None and state.scored_nan):
-            why = NO_LOGITS + self._range_lost()
+            reason = NO_LOGITS + self._range_lost()
             if not self._warned:
                 self._warned = True
-                _log.warning(why)
-            return SequenceEnd("error", stop=why, code="not_finite")
+                _log.warning(reason)
+            return SequenceEnd("error", stop=reason, code="not_finite")
         if token is None:
             return SequenceEnd("length")
         end = None
@@ -471,8 +472,8 @@ class OutputProcessor:
             return end
         sequence.generated.append(token)
         self.tokens += 1
-        if state is not None and (found := state.ends(token, sequence.generated)) is not None:
-            return found
+        if state is not None and (ending := state.ends(token, sequence.generated)) is not None:
+            return ending
         return SequenceEnd("length") if len(sequence.generated) >= sequence.max_tokens else None
 
     def _completion(self, sequence: RunningSequence, end: SequenceEnd) -> Completion:
@@ -483,7 +484,7 @@ class OutputProcessor:
         logprobs, total = None, None
         if state is not None and state.top is not None:
             logprobs = tuple(state.logprobs)
-            total = sum(each[token].logprob for each, token in zip(logprobs, ids, strict=True))
+            total = sum(by_token[token].logprob for by_token, token in zip(logprobs, ids, strict=True))
         return Completion(
             index=request.index,
             sample=sequence.sample,
@@ -538,7 +539,7 @@ class OutputProcessor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """What was read from the tokens of a finished sequence; ``stop``: its stop text or stop token, if one ended it."""
+    """The parsed answer of a finished sequence; ``stop``: its stop text or stop token, if one ended it."""
 
     text: str
     reasoning: str | None
@@ -550,16 +551,16 @@ class _Answer:
 def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept]]) -> None:
     """``wanted``: (row, number of likeliest tokens, list that receives the scores)."""
     by_top: defaultdict[int, list[tuple[int, Kept]]] = defaultdict(list)
-    for row, top, kept in wanted:
-        by_top[top].append((row, kept))
+    for row, top, chosen in wanted:
+        by_top[top].append((row, chosen))
     for top, rows in by_top.items():
         if len(rows) == len(logits):
-            found = score(logits, tokens, top)
+            scores = score(logits, tokens, top)
         else:
-            index = there(np.asarray([row for row, _ in rows]), logits)
-            found = score(logits[index], tokens[index], top)
-        for at, (_, kept) in enumerate(rows):
-            kept.append((found, at))
+            index = to_device(np.asarray([row for row, _ in rows]), logits)
+            scores = score(logits[index], tokens[index], top)
+        for at, (_, chosen) in enumerate(rows):
+            chosen.append((scores, at))
 
 
 def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:

@@ -113,7 +113,7 @@ class PassRunner:
                 hidden=model.hidden[row : row + load.tokens],
                 sampled=sampled,
                 crossing=model.crossing.share(row, load.tokens) if model.crossing is not None else None,
-                kept=model.kept.rows(row, load.tokens) if model.kept is not None else None,
+                saved=model.saved.rows(row, load.tokens) if model.saved is not None else None,
                 prefill_only=load.prefill_only,
                 row=row,
             )
@@ -203,8 +203,8 @@ class PassRunner:
         if not self._streaming:
             return {}, None
         store, layout = self.model.pages, self._schedules.layout
-        each, ring = len(layout.parts), len(store.ring)
-        pages, ahead = layout.streamed[::each], prefetched // each
+        num_parts, ring = len(layout.parts), len(store.ring)
+        pages, ahead = layout.streamed[::num_parts], prefetched // num_parts
         used = range(max(0, len(pages) + ahead - ring) if self._position else len(pages), len(pages))
         at = self._position - len(layout.streamed)
         return (
@@ -214,12 +214,12 @@ class PassRunner:
 
     def _follow_residents(self) -> None:
         """Rebuild the layout of streamed pages if the resident pages have changed since the last whole pass."""
-        model, found = self.model, None if self._experts is None else self._experts.residency
-        if found is not None and found.version != self._residents:
-            loaded, placement = model.layout, moved(model.placement, found.pages())
+        model, residency = self.model, None if self._experts is None else self._experts.residency
+        if residency is not None and residency.version != self._residents:
+            loaded, placement = model.layout, moved(model.placement, residency.pages())
             layout = layout_of(model.profile, self._policy, model.dtype, placement=placement)
             self._schedules.use(replace(layout, ring_slots=loaded.ring_slots, pinned_slots=loaded.pinned_slots))
-            self._residents = found.version
+            self._residents = residency.version
             model.pages.follow(layout.streamed, layout.computed)
 
     def land(self, launched: PackedPass) -> tuple[Timeline, list[list[int]]]:
@@ -267,7 +267,7 @@ class PassRunner:
             samples=mb.sampled.numel() + mb.targets.numel() > 0,
             context=0 if context is None else context.tokens,
             continues=context is not None and any(chunk.start > chunk.sequence.computed for chunk in load.chunks),
-            device_tokens=0 if added is None else added.there,
+            device_tokens=0 if added is None else added.device_count,
             device_context=0 if context is None else context.stays,
         )
 
@@ -287,7 +287,7 @@ def _chunk(chunk: SequenceChunk) -> Chunk:
         token_ids=chunk.token_ids,
         start=chunk.start,
         blocks=sequence.blocks,
-        place=sequence.place,
+        slot=sequence.slot,
         samples=chunk.completes and sequence.max_tokens > 0,
         decodes=chunk.decodes,
         targets=sequence.request.token_ids[scored.start : scored.stop] if scored else (),

@@ -18,7 +18,7 @@ from moelight.experts.policy import ExpertPolicy
 from moelight.hrm.costs import page_bytes, page_slot_bytes
 from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
-from moelight.hrm.placement import place, with_residents
+from moelight.hrm.placement import place_pages, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
 from moelight.kernels import native
 from moelight.kernels.gpu import serving
@@ -79,9 +79,9 @@ def plan_for(
     # The checkpoint holds every page, at most in float32, so any page may be streamed from disk.
     on_disk = len(pages(source.profile)) * page_bytes(source.profile, FLOAT32)
     _check_schedule(schedule, discrete=machine.discrete)
-    given = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
-    given["weight_dtype"] = None if dtype == AUTO else dtype
-    fixed: dict[str, Fixed] = asked | {key: value for key, value in given.items() if value is not None}
+    requested = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
+    requested["weight_dtype"] = None if dtype == AUTO else dtype
+    fixed: dict[str, Fixed] = asked | {key: value for key, value in requested.items() if value is not None}
     if experts is not None:
         # Which share of the experts is resident and, beside a GPU, whether the CPU may compute missing ones in place.
         tier = "device" if machine.discrete else "host"
@@ -146,8 +146,10 @@ def _caches(kv_dtype: str, model: ModelProfile) -> tuple[str, ...]:
     if kv_dtype == CHOOSE:
         return allowed_caches((KV8,), model)
     if kv_dtype not in CACHES:
-        known = (AUTO, CHOOSE, *CACHES[1:])
-        raise ConfigError(f"--kv-dtype {kv_dtype!r} is not one of {', '.join(known)}{did_you_mean(kv_dtype, known)}")
+        choices = (AUTO, CHOOSE, *CACHES[1:])
+        raise ConfigError(
+            f"--kv-dtype {kv_dtype!r} is not one of {', '.join(choices)}{did_you_mean(kv_dtype, choices)}"
+        )
     for fault in cache_faults(Policy(model=model.name, kv_dtype=kv_dtype), model):
         raise ConfigError(f"--kv-dtype {kv_dtype}: {fault}")
     return (kv_dtype,)
@@ -231,14 +233,14 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
 
     if policy.host_pages != "auto":
         return policy, "the policy says so"
-    if not place(model, policy).on("host") or policy.ffn_device == "cpu":
+    if not place_pages(model, policy).on("host") or policy.ffn_device == "cpu":
         return staged("no expert page is transferred from host memory")
     if machine.twin or not locks_in_place(machine.device.type):
         return staged(f"{'a twin' if machine.twin else machine.device.type} locks no memory in place")
     pinned = replace(policy, host_pages="pinned")
-    need, there = footprint(model, pinned, dtype=dtype).total("host"), memory_limit_bytes()
-    if need > FREE_SHARE * there:
-        return staged(f"{format_bytes(need)} of {format_bytes(there)} would be too much to lock")
+    need, available = footprint(model, pinned, dtype=dtype).total("host"), memory_limit_bytes()
+    if need > FREE_SHARE * available:
+        return staged(f"{format_bytes(need)} of {format_bytes(available)} would be too much to lock")
     return pinned, "memory is locked in place, so expert pages are transferred directly"
 
 
@@ -291,7 +293,7 @@ def resolve_residents(
         return static("the policy says so")
     if model.dense:
         return static("every pass uses every layer of a dense model")
-    placement = place(model, policy)
+    placement = place_pages(model, policy)
     if not placement.streamed or not placement.resident:
         return static("every expert is resident" if placement.resident else "no expert is resident")
     if placement.small_ring:
@@ -314,15 +316,15 @@ def resolve_residents(
 
 def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footprint) -> Policy | None:
     """``policy`` with the most resident experts (at least one, else None) that fit, with the ring, into ``before``."""
-    total = len(place(model, policy).tiers)
-    most = before.bytes_of("experts") + before.bytes_of("ring")
-    stay = len(place(model, policy).resident)
+    total = len(place_pages(model, policy).tiers)
+    max_bytes = before.bytes_of("experts") + before.bytes_of("ring")
+    stay = len(place_pages(model, policy).resident)
     while stay > 0:
-        found = with_residents(policy, stay / total)
-        sizes = footprint(model, found, dtype=dtype)
-        over = sizes.bytes_of("experts") + sizes.bytes_of("ring") - most
+        candidate = with_residents(policy, stay / total)
+        sizes = footprint(model, candidate, dtype=dtype)
+        over = sizes.bytes_of("experts") + sizes.bytes_of("ring") - max_bytes
         if over <= 0:
-            return found
+            return candidate
         stay -= max(1, over // page_slot_bytes(model, dtype))
     return None
 
@@ -334,9 +336,9 @@ def _missing(policy: Policy, device: torch.device | None) -> Iterator[str]:
     card = None if device is None or device.type == "cpu" or policy.ffn_device == "cpu" else device
     if (policy.ffn_device != "gpu" or card is None) and not native.available():
         yield f"activations int8 need the native kernels ({native.reason()})"
-    served, why = (True, "") if card is None else serving.serves_integers(card)
+    served, cause = (True, "") if card is None else serving.serves_integers(card)
     if not served:
-        yield f"activations int8 are not served on {card}: {why}"
+        yield f"activations int8 are not served on {card}: {cause}"
 
 
 def resolve(policy: Policy, model: ModelProfile, *, discrete: bool, device: torch.device | None = None) -> Policy:
@@ -345,10 +347,10 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool, device: torc
     not support the policy."""
     SCHEDULES.get(policy.schedule)
     if policy.discrete != discrete:
-        there = "a GPU" if discrete else "no GPU"
+        device_text = "a GPU" if discrete else "no GPU"
         name = "attention_device" if policy.ffn_device == "cpu" != policy.attention_device else "ffn_device"
-        raise ConfigError(f"{name} is {getattr(policy, name)!r}, but the machine has {there}")
-    check_policy(policy, discrete=discrete, small_ring=place(model, policy).small_ring)
+        raise ConfigError(f"{name} is {getattr(policy, name)!r}, but the machine has {device_text}")
+    check_policy(policy, discrete=discrete, small_ring=place_pages(model, policy).small_ring)
     if model.dense and discrete and policy.ffn_device != "gpu":
         raise ConfigError(
             f"ffn_device is {policy.ffn_device!r}, but {model.model_type} is dense, and a dense layer runs where its "

@@ -95,8 +95,8 @@ def reasoning_format(start: ReasoningStart) -> ReasoningFormat:
 def find_format(sources: Iterable[str]) -> str | None:
     """The name of the format whose closing marker, or other sign, a chat template among ``sources`` contains."""
     texts = list(sources)
-    for name, each in REASONING_FORMATS.items():
-        if any((each.named_by or each.end) in text for text in texts):
+    for name, form in REASONING_FORMATS.items():
+        if any((form.named_by or form.end) in text for text in texts):
             return name
     return None
 
@@ -118,7 +118,7 @@ def reasoning_start(
     tail = tokenizer.decode(token_ids[-_PROMPT_TAIL:], skip_special_tokens=False).rstrip()
     if tail.endswith(form.begin):
         state = OPEN
-    elif any(each.end() == len(tail.encode()) for each in form.end_pattern.finditer(tail.encode())):
+    elif any(match.end() == len(tail.encode()) for match in form.end_pattern.finditer(tail.encode())):
         state = CLOSED
     else:
         state = OPEN if form.channels else UNDECIDED
@@ -167,16 +167,16 @@ class Thinking:
         self._tail += new
         self.tokens += 1
         if not self.opened:
-            said = self._tail.lstrip()
-            if not said.startswith(self._begin):
-                if not self._begin.startswith(said):
+            pending = self._tail.lstrip()
+            if not pending.startswith(self._begin):
+                if not self._begin.startswith(pending):
                     self.over, self.tokens = True, 0
                 return self.over
             self.opened = True
         elif self._left is not None:
             self._left -= 1
-        if (found := self._end.search(self._tail)) is not None:
-            self.over, self.rest = True, self._tail[found.end() :]
+        if (match := self._end.search(self._tail)) is not None:
+            self.over, self.rest = True, self._tail[match.end() :]
         elif len(self._tail) > _TAIL_BYTES + len(self._begin):
             self._tail = self._tail[-_TAIL_BYTES:]
         return self.over

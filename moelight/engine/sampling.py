@@ -63,9 +63,9 @@ def next_tokens(
     tokens = likeliest_tokens(logits)[0] if likeliest is None else likeliest
     drawn = [row for row, how in enumerate(params) if not how.greedy]
     for rows in blocks(drawn, logits, DRAW_BYTES):
-        numbers = [uniform(seeds[row], places[row]) for row in rows]
-        index = there(np.asarray(rows), logits)
-        tokens[index] = _draw(logits[index], [params[row] for row in rows], numbers)
+        draws = [uniform(seeds[row], places[row]) for row in rows]
+        index = to_device(np.asarray(rows), logits)
+        tokens[index] = _draw(logits[index], [params[row] for row in rows], draws)
     return tokens
 
 
@@ -77,21 +77,21 @@ def likeliest_tokens(logits: Tensor, *, discrete: bool = True) -> tuple[Tensor, 
         likeliest = logits.argmax(dim=-1)  # treats NaN as the largest value
         return likeliest, logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
     rows = logits.numpy()  # whose argmax takes a tenth of the time of torch's, and does the same
-    found = rows.argmax(axis=1)
-    lost = ~np.isfinite(rows[np.arange(len(rows)), found])
-    return torch.from_numpy(found), torch.from_numpy(lost)
+    tokens = rows.argmax(axis=1)
+    lost = ~np.isfinite(rows[np.arange(len(rows)), tokens])
+    return torch.from_numpy(tokens), torch.from_numpy(lost)
 
 
 def blocks(rows: Sequence[int], logits: Tensor, logit_bytes: int) -> Iterator[Sequence[int]]:
     """Split ``rows``: at ``logit_bytes`` per logit, no part needs more memory than ``logits`` float32 [S, V]."""
     least = FREE_BYTES // (logits.shape[1] * logit_bytes)
-    most = max(1, least, len(logits) * 4 // logit_bytes)
-    return (rows[first : first + most] for first in range(0, len(rows), most))
+    max_rows = max(1, least, len(logits) * 4 // logit_bytes)
+    return (rows[first : first + max_rows] for first in range(0, len(rows), max_rows))
 
 
-def uniform(seed: int, place: int) -> float:
-    """A number in [0, 1) from a counter-based generator (Philox) keyed by ``seed`` at counter ``place``."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=place)).random())
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from a counter-based generator (Philox) keyed by ``seed`` at counter ``position``."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 
 def sample_seed(seed: int, sample: int) -> int:
@@ -106,39 +106,46 @@ def attempt_seed(seed: int, attempt: int) -> int:
 
 def change(logits: Tensor, changes: Sequence[Change]) -> None:
     """Apply ``changes[s]`` to row s of ``logits`` float32 [S, V], in place and without waiting for their device."""
-    biased = [(row, token, bias) for row, each in enumerate(changes) for token, bias in each.biases.items()]
+    biased = [(row, token, bias) for row, row_change in enumerate(changes) for token, bias in row_change.biases.items()]
     if biased:
-        rows, tokens, biases = there(np.array(biased, dtype=np.float64).T.copy(), logits)
+        rows, tokens, biases = to_device(np.array(biased, dtype=np.float64).T.copy(), logits)
         logits.index_put_((rows.long(), tokens.long()), biases.float(), accumulate=True)
     forbidden = [
-        (row, token) for row, each in enumerate(changes) for token in each.forbidden if token < logits.shape[1]
+        (row, token)
+        for row, row_change in enumerate(changes)
+        for token in row_change.forbidden
+        if token < logits.shape[1]
     ]
     if forbidden:
-        rows, tokens = there(np.array(forbidden, dtype=np.int64).T.copy(), logits)
+        rows, tokens = to_device(np.array(forbidden, dtype=np.int64).T.copy(), logits)
         logits.index_put_((rows, tokens), torch.full((), -torch.inf, device=logits.device))
     _penalise(logits, changes)
-    masked = [row for row, each in enumerate(changes) if each.allowed is not None]
+    masked = [row for row, row_change in enumerate(changes) if row_change.allowed is not None]
     if masked:
-        bits = np.stack([each.allowed for each in changes if each.allowed is not None]).view(np.int32)
+        bits = np.stack([row_change.allowed for row_change in changes if row_change.allowed is not None]).view(np.int32)
         places = torch.arange(32, dtype=torch.int32, device=logits.device)
-        words = there(bits, logits).unsqueeze(2)
+        words = to_device(bits, logits).unsqueeze(2)
         barred = (words >> places).bitwise_and_(1).flatten(1)[:, : logits.shape[1]] == 0
-        index = there(np.asarray(masked), logits)
+        index = to_device(np.asarray(masked), logits)
         logits[index] = logits[index].masked_fill_(barred, -torch.inf)
 
 
 def _penalise(logits: Tensor, changes: Sequence[Change]) -> None:
-    seen = [(row, each) for row, each in enumerate(changes) if each.seen]
+    seen = [(row, row_change) for row, row_change in enumerate(changes) if row_change.seen]
     if not seen:
         return
-    lengths = [len(each.seen) for _, each in seen]
+    lengths = [len(row_change.seen) for _, row_change in seen]
     rows = np.repeat([row for row, _ in seen], lengths)
-    tokens = np.concatenate([np.fromiter(each.seen.keys(), np.int64, len(each.seen)) for _, each in seen])
-    counts = np.concatenate([np.fromiter(each.seen.values(), np.float32, len(each.seen)) for _, each in seen])
-    penalties = np.repeat(np.array([each.penalties for _, each in seen], dtype=np.float32), lengths, axis=0)
-    row, token = there(np.stack([rows, tokens]), logits)
+    tokens = np.concatenate(
+        [np.fromiter(row_change.seen.keys(), np.int64, len(row_change.seen)) for _, row_change in seen]
+    )
+    counts = np.concatenate(
+        [np.fromiter(row_change.seen.values(), np.float32, len(row_change.seen)) for _, row_change in seen]
+    )
+    penalties = np.repeat(np.array([row_change.penalties for _, row_change in seen], dtype=np.float32), lengths, axis=0)
+    row, token = to_device(np.stack([rows, tokens]), logits)
     columns = np.concatenate([penalties.T, counts[None]])
-    repetition, frequency, presence, count = there(columns, logits)
+    repetition, frequency, presence, count = to_device(columns, logits)
     values = logits[row, token]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * count
@@ -172,24 +179,24 @@ def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
 
 def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     """1-based ranks of ``tokens`` int64 [S, 1] by descending logit, ties by ascending id -> int64 [S]."""
-    own = logits.gather(1, tokens)
-    before = (logits == own) & (torch.arange(logits.shape[1], device=logits.device) < tokens)
-    return (before | (logits > own)).sum(1) + 1
+    chosen = logits.gather(1, tokens)
+    before = (logits == chosen) & (torch.arange(logits.shape[1], device=logits.device) < tokens)
+    return (before | (logits > chosen)).sum(1) + 1
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
+def _draw(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> Tensor:
     """Apply temperature, min-p, top-k and top-p, then invert the cumulative distribution at the row's number."""
     vocabulary = logits.shape[1]
     limits = [how.top_k if 0 < how.top_k < vocabulary else vocabulary for how in params]
     temperatures = [how.temperature for how in params]
-    columns = np.array([temperatures, [how.top_p for how in params], numbers, limits], dtype=np.float64)
-    temperature, top_p, number, limit = (column.unsqueeze(1) for column in there(columns, logits))
+    columns = np.array([temperatures, [how.top_p for how in params], draws, limits], dtype=np.float64)
+    temperature, top_p, number, limit = (column.unsqueeze(1) for column in to_device(columns, logits))
     scaled = logits.double()
     scaled -= scaled.amax(dim=1, keepdim=True)
     scaled /= temperature  # at most 0, so no temperature is too small
     if any(how.min_p for how in params):
         least = np.array([math.log(how.min_p) if how.min_p else -math.inf for how in params])
-        scaled.masked_fill_(scaled < there(least, logits).unsqueeze(1), -torch.inf)
+        scaled.masked_fill_(scaled < to_device(least, logits).unsqueeze(1), -torch.inf)
     ordered, ids = torch.sort(scaled, dim=1, descending=True, stable=True)
     if min(limits) < vocabulary:
         ordered.masked_fill_(torch.arange(vocabulary, device=logits.device) >= limit, -torch.inf)
@@ -200,9 +207,9 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[fl
     return ids.gather(1, chosen).squeeze(1)
 
 
-def there(numbers: np.ndarray, beside: Tensor) -> Tensor:
-    """Copy ``numbers`` to the device of ``beside`` without waiting for it."""
-    return pinned(numbers, beside.device).to(beside.device, non_blocking=True)
+def to_device(values: np.ndarray, beside: Tensor) -> Tensor:
+    """Copy ``values`` to the device of ``beside`` without waiting for it."""
+    return pinned(values, beside.device).to(beside.device, non_blocking=True)
 
 
 def _room(beside: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:

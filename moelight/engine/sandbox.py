@@ -41,22 +41,22 @@ class _GenerationBlock(jinja2.ext.Extension):
 def renderer(_setup: object) -> Callable[[list[Any]], list[str | None] | None]:
     """The function from a question ``[key, source, values]`` to ``[text, None]``, or to ``[None, why]`` if the template
     fails. With ``source`` None, the answer is None if the template of ``key`` is not known."""
-    kept: OrderedDict[str, Callable[[dict[str, Any]], str] | str] = OrderedDict()
+    renderers: OrderedDict[str, Callable[[dict[str, Any]], str] | str] = OrderedDict()
 
     def answer(question: list[Any]) -> list[str | None] | None:
         key, source, values = question
-        if key not in kept and source is None:
+        if key not in renderers and source is None:
             return None
         try:
-            if key not in kept:
+            if key not in renderers:
                 try:
-                    kept[key] = _compiled(source)
+                    renderers[key] = _compiled(source)
                 except Exception as error:  # noqa: BLE001 (kept, so that it is not compiled again for every row)
-                    kept[key] = _one_line(error)
-                if len(kept) > _KEPT:
-                    kept.popitem(last=False)
-            kept.move_to_end(key)
-            render = kept[key]
+                    renderers[key] = _one_line(error)
+                if len(renderers) > _KEPT:
+                    renderers.popitem(last=False)
+            renderers.move_to_end(key)
+            render = renderers[key]
             return [None, render] if isinstance(render, str) else [render(values), None]
         except Exception as error:  # noqa: BLE001 (a template may raise anything)
             return [None, _one_line(error)]

@@ -79,13 +79,13 @@ def _search(
 
     def relaxed(left_out: Iterable[Keyword]) -> tuple[_Relaxation, bool]:
         tried = _Relaxation(document, patterns, frozenset(left_out))
-        why = compiles(tried.text)
-        if why is not None and why.startswith(UNSATISFIABLE) and not formats <= tried.left_out:
+        failure = compiles(tried.text)
+        if failure is not None and failure.startswith(UNSATISFIABLE) and not formats <= tried.left_out:
             tried = _Relaxation(document, patterns, tried.left_out | formats)  # annotations contradict nothing
-            why = compiles(tried.text)
-        if why is not None and why.startswith(UNSATISFIABLE):
-            raise SchemaError(f"no value satisfies it ({why})")
-        return tried, why is None
+            failure = compiles(tried.text)
+        if failure is not None and failure.startswith(UNSATISFIABLE):
+            raise SchemaError(f"no value satisfies it ({failure})")
+        return tried, failure is None
 
     if reason.startswith(UNSATISFIABLE):
         tried, works = relaxed(())
@@ -326,8 +326,8 @@ def _resolved(document: SchemaDocument, node: Schema) -> dict[str, Any]:
 
 
 def _types(node: dict[str, Any]) -> list[str]:
-    given = node.get("type", [*_TYPES])
-    return [given] if isinstance(given, str) else given
+    declared = node.get("type", [*_TYPES])
+    return [declared] if isinstance(declared, str) else declared
 
 
 def _kinds(node: dict[str, Any]) -> set[str]:

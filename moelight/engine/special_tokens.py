@@ -56,7 +56,7 @@ def read_special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTo
     named = {role: token for role in order if (token := _spec(by_role.get(role))) is not None}
     others = [token for extra in extras if isinstance(extra, list) for token in extra]
     if not others:
-        others = next((list(tokens) for each in sources if isinstance(tokens := each.get(_ADDITIONAL), list)), [])
+        others = next((list(tokens) for config in sources if isinstance(tokens := config.get(_ADDITIONAL), list)), [])
     special = [*named.values(), *filter(None, map(_spec, others))]
     return SpecialTokens(
         listed=tuple(_listed(directory, config, {token.content for token in special})),

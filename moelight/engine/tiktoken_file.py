@@ -53,7 +53,7 @@ def read_tiktoken(directory: Path, config: Mapping[str, Any]) -> tokenizers.Toke
             f"{path}: how it cuts texts is in code of the checkpoint ({kind[:60]}), which is never run; put a "
             "tokenizer.json beside it (the GGUF files of the same model have one inside)"
         )
-    ranks = _read_ranks(path, read_part(path, read_bytes, most=_MAX_BYTES))
+    ranks = _read_ranks(path, read_part(path, read_bytes, max_bytes=_MAX_BYTES))
     special = _special_tokens(path, config, len(ranks))
     vocabulary = {_spelt(token): rank for token, rank in ranks.items()} | {text: n for n, (text, _) in special.items()}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=list(_merges(ranks)), ignore_merges=True))

@@ -48,8 +48,8 @@ _TURN: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assis
 _CUT_TOKENS = 64  # last tokens of a truncated text, which can differ in the whole text
 
 
-def _fails_at_the_text(said: str) -> InputError:
-    return InputError(f"this model's tokenizer fails at the text ({said})", code="tokenizer_failed")
+def _fails_at_the_text(message: str) -> InputError:
+    return InputError(f"this model's tokenizer fails at the text ({message})", code="tokenizer_failed")
 
 
 class Tokenizer:
@@ -71,9 +71,9 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
 
     @classmethod
-    def of(cls, place: Path, chat_template: Path | None = None) -> Tokenizer:
-        """The tokenizer of the checkpoint in directory or GGUF file ``place``; raises as `from_dir` and `from_gguf`."""
-        return (cls.from_gguf if place.is_file() else cls.from_dir)(place, chat_template)
+    def of(cls, path: Path, chat_template: Path | None = None) -> Tokenizer:
+        """The tokenizer of the checkpoint in directory or GGUF file ``path``; raises as `from_dir` and `from_gguf`."""
+        return (cls.from_gguf if path.is_file() else cls.from_dir)(path, chat_template)
 
     @classmethod
     def from_dir(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
@@ -89,8 +89,8 @@ class Tokenizer:
             template = ChatTemplate.from_file(chat_template, special_tokens=named)
         ends = set(read_eos_token_ids(directory))
 
-        def unusable(said: str) -> CheckpointError:
-            return CheckpointError(f"{directory / TOKENIZER}: not a usable tokenizer ({said})")
+        def unusable(message: str) -> CheckpointError:
+            return CheckpointError(f"{directory / TOKENIZER}: not a usable tokenizer ({message})")
 
         with _library_errors(unusable, quiet=True):
             inner = _read_tokenizer(directory)
@@ -145,17 +145,17 @@ class Tokenizer:
         text = self._named.get(role)
         return None if text is None else self._inner.token_to_id(text)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """The ids of ``text``, by default with the special tokens this checkpoint puts around a prompt. A text far
-        longer than ``most``, the context, is rejected before it is encoded whole (some 200 bytes per token). Raises
-        InputError for that, for half of a surrogate pair, and if the tokenizers library fails."""
+        longer than ``max_tokens``, the context, is rejected before it is encoded whole (some 200 bytes per token).
+        Raises InputError for that, for half of a surrogate pair, and if the tokenizers library fails."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise InputError("the text holds half of a surrogate pair", code="invalid_text") from None
         with _library_errors(_fails_at_the_text, quiet=len(text) >= _LONG_LETTERS):
-            if most is not None:
-                self._refuse_far_too_long(text, most)
+            if max_tokens is not None:
+                self._refuse_far_too_long(text, max_tokens)
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -177,9 +177,9 @@ class Tokenizer:
         """The text that ``token_ids`` add after the text of ``context``."""
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         if context:
-            before, whole = decode(context), decode([*context, *token_ids])
-            if whole.startswith(before):  # else a character is split between context and text
-                return whole[len(before) :]
+            before, full = decode(context), decode([*context, *token_ids])
+            if full.startswith(before):  # else a character is split between context and text
+                return full[len(before) :]
         return decode(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -203,15 +203,16 @@ class Tokenizer:
         texts = sorted(map(self.token_text, self.special_ids), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
-    def render(self, conversation: Conversation | object, *, most: int | None = None) -> list[int]:
+    def render(self, conversation: Conversation | object, *, max_tokens: int | None = None) -> list[int]:
         """The ids of a conversation rendered by the chat template; a plain list of messages opens the assistant's turn.
-        ``most`` as for `encode`. Raises InputError if there is no template or the template rejects the conversation."""
+        ``max_tokens`` as for `encode`. Raises InputError if there is no template or the template rejects the
+        conversation."""
         if self.template is None:
             raise InputError(
                 "this model has no chat template; send a prompt instead, or name a template of your own",
                 code="no_chat_template",
             )
-        return self.encode(self.template.render(conversation), add_special_tokens=False, most=most)
+        return self.encode(self.template.render(conversation), add_special_tokens=False, max_tokens=max_tokens)
 
     def unended_turn(self, stop_token_ids: Collection[int] = ()) -> int | None:
         """The special token with which the chat template closes the assistant's turn, if that ends no answer: it is no
@@ -231,15 +232,15 @@ class Tokenizer:
             return None
         return closing
 
-    def _refuse_far_too_long(self, text: str, most: int) -> None:
+    def _refuse_far_too_long(self, text: str, max_tokens: int) -> None:
         """Count the tokens of the text's beginning, of which only the last can differ in the whole text."""
-        most += _CUT_TOKENS
-        count = _LETTERS * most
+        max_tokens += _CUT_TOKENS
+        count = _LETTERS * max_tokens
         while count < len(text):
-            if len(self._inner.encode(text[:count], add_special_tokens=False)) > most:
+            if len(self._inner.encode(text[:count], add_special_tokens=False)) > max_tokens:
                 raise InputError(
                     f"the prompt has {len(text):,} letters, and more tokens than the model's context of "
-                    f"{most - _CUT_TOKENS}",
+                    f"{max_tokens - _CUT_TOKENS}",
                     code="context_length_exceeded",
                 )
             count *= _LETTERS
@@ -265,7 +266,7 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
         if (directory / TIKTOKEN).exists() and not any((directory / name).exists() for name in _PIECES):
             return read_tiktoken(directory, read_optional_object(directory / CONFIG))
         return _convert_pieces(directory)
-    return tokenizers.Tokenizer.from_str(read_part(path, read_text, most=MOST_TOKENIZER_BYTES))
+    return tokenizers.Tokenizer.from_str(read_part(path, read_text, max_bytes=MOST_TOKENIZER_BYTES))
 
 
 def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
@@ -280,7 +281,7 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
             f"{only}to convert it takes {' and '.join(missing)} (pip install {' '.join(missing)}), or a {TOKENIZER} "
             "beside it (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
         )
-    proto = read_part(directory / chunks, read_bytes, most=MOST_TOKENIZER_BYTES)
+    proto = read_part(directory / chunks, read_bytes, max_bytes=MOST_TOKENIZER_BYTES)
     for name in _READ_BY_TRANSFORMERS:
         read_optional_object(directory / name)
     import transformers
@@ -288,9 +289,9 @@ def _convert_pieces(directory: Path) -> tokenizers.Tokenizer:
     sentencepiece = importlib.import_module("sentencepiece")  # untyped and optional
 
     named = getattr(transformers, str(read_optional_object(directory / CONFIG).get("tokenizer_class")), None)
-    own = isinstance(named, type) and issubclass(named, transformers.PreTrainedTokenizerBase)
+    is_class = isinstance(named, type) and issubclass(named, transformers.PreTrainedTokenizerBase)
     # AutoTokenizer picks a generic class for some models, mixtral among them, and loses the leading blank of a text.
-    kind: Any = named if own else transformers.AutoTokenizer
+    kind: Any = named if is_class else transformers.AutoTokenizer
     try:
         loaded = kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, use_fast=True)
         model = sentencepiece.SentencePieceProcessor(model_proto=proto)

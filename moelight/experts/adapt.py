@@ -56,10 +56,10 @@ class Monitor:
         begins = np.maximum(ends - self.rules.window, 0)
         rates = (totals[:, ends] - totals[:, begins]) / (ends - begins)
         self._end += n
-        found = dict(zip(METRICS, rates, strict=True))
-        self._note(found, n)
+        values = dict(zip(METRICS, rates, strict=True))
+        self._note(values, n)
         self.accesses += n
-        return found
+        return values
 
     def now(self) -> dict[str, float]:
         """Each metric after the last access; 0 before any access."""
@@ -74,22 +74,24 @@ class Monitor:
         """Return the totals with space for ``n`` more columns; columns before the window may be dropped."""
         if self._end + n < self._totals.shape[1]:
             return self._totals
-        kept = min(self._end, self.rules.window)
-        old = self._totals[:, self._end - kept : self._end + 1]
-        self._totals = np.zeros((2, max(self._totals.shape[1], kept + n + 1)), dtype=np.int64)
-        self._totals[:, : kept + 1], self._end = old, kept
+        retained = min(self._end, self.rules.window)
+        old = self._totals[:, self._end - retained : self._end + 1]
+        self._totals = np.zeros((2, max(self._totals.shape[1], retained + n + 1)), dtype=np.int64)
+        self._totals[:, : retained + 1], self._end = old, retained
         return self._totals
 
-    def _note(self, found: dict[str, FloatArray], n: int) -> None:
+    def _note(self, rates: dict[str, FloatArray], n: int) -> None:
         every = self.rules.log_interval
-        for place in range(every - self.accesses % every - 1, n, every):
-            values = {metric: float(found[metric][place]) for metric in self.rules.metrics}
-            self.notes.append({"access": self.accesses + place + 1, **values})
+        for position in range(every - self.accesses % every - 1, n, every):
+            values = {metric: float(rates[metric][position]) for metric in self.rules.metrics}
+            self.notes.append({"access": self.accesses + position + 1, **values})
 
 
-def _check_known(where: str, what: str, word: str, known: Sequence[str]) -> None:
-    if word not in known:
-        raise ConfigError(f"{where}: unknown {what} {word!r}{did_you_mean(word, known)}; known: {', '.join(known)}")
+def _check_known(where: str, kind: str, word: str, known_names: Sequence[str]) -> None:
+    if word not in known_names:
+        raise ConfigError(
+            f"{where}: unknown {kind} {word!r}{did_you_mean(word, known_names)}; known: {', '.join(known_names)}"
+        )
 
 
 KINDS = ("set", "trigger", "rebalance")
@@ -109,8 +111,8 @@ class ExpertAdaptation:
     failure: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        said = {"access": self.access, "rule": self.rule, "action": self.action}
-        return {**said, "from": self.before, "to": self.now, "failure": self.failure}
+        fields = {"access": self.access, "rule": self.rule, "action": self.action}
+        return {**fields, "from": self.before, "to": self.now, "failure": self.failure}
 
 
 class AdaptRules:
@@ -159,18 +161,18 @@ class AdaptRules:
         for index in range(len(ready)):
             self._queue(queue, ready, index, self._ready_from[index] - first)
         while queue:
-            place, index = heapq.heappop(queue)
+            position, index = heapq.heappop(queue)
             rule = self.rules[index]
             if self._controls.in_force(rule.action):
                 in_force.add(index)
                 continue
-            done.append(self._do(rule, first + place))
+            done.append(self._do(rule, first + position))
             cooldown = max(1, rule.cooldown)
-            self._ready_from[index] = first + place + cooldown
-            self._queue(queue, ready, index, place + cooldown)
+            self._ready_from[index] = first + position + cooldown
+            self._queue(queue, ready, index, position + cooldown)
             # Actions that changed nothing may now do so: later rules are evaluated again at the same access.
             for other in in_force:
-                self._queue(queue, ready, other, place if other > index else place + 1)
+                self._queue(queue, ready, other, position if other > index else position + 1)
             in_force.clear()
         self.log.extend(done)
         return done
@@ -197,7 +199,7 @@ class AdaptRules:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return {"changes": self.changes, "failures": self.failures, "log": [each.as_dict() for each in self.log]}
+        return {"changes": self.changes, "failures": self.failures, "log": [entry.as_dict() for entry in self.log]}
 
 
 def condition_of(rule: AdaptRule) -> str:
@@ -213,13 +215,13 @@ def name_of(action: Action) -> str:
 def _check(rule: AdaptRule) -> None:
     action, where = rule.action, condition_of(rule)
     names = {"set": ACTION_KEYS, "trigger": TRIGGERS}.get(action.kind, (action.name,))
-    for what, word, known in (
+    for kind, word, known_names in (
         ("metric", rule.metric, METRICS),
         ("operator", rule.op, OPERATORS),
         ("kind of action", action.kind, KINDS),
         ("action", action.name, names),
     ):
-        _check_known(f"adapt, {where}", what, word, known)
+        _check_known(f"adapt, {where}", kind, word, known_names)
     for key, least in (("accesses", 1), ("cooldown", 0)):
         if getattr(rule, key) < least:
             raise ConfigError(f"adapt, {where}: {key} must be at least {least}, not {getattr(rule, key)}")

@@ -128,25 +128,25 @@ class Expiry:
 
     def due(self, clock: int, spared: Callable[[int], bool]) -> list[int]:
         """Return the expired keys, the oldest first, without those ``spared``, which remain due."""
-        found = []
+        expired = []
         for key, last in self._last.items():
             if last > clock - self.ttl:
                 break
             if not spared(key):
-                found.append(key)
-        return found
+                expired.append(key)
+        return expired
 
 
 _FEW = 12  # keys up to which a loop over them is faster than numpy
 _LEAST_WEIGHT = 1e-9  # of the largest weight; smaller ones count as 0, which keeps the bisection within float64
 
 
-def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) -> IntArray:
+def share_out(total: int, weights: FloatArray, least: IntArray, maximum: IntArray) -> IntArray:
     """Distribute exactly ``total`` slots in proportion to ``weights`` float [L] (equally if all are 0), each layer
-    within ``least`` and ``most`` int [L]; raises ConfigError if that is impossible. What a bound cuts off goes to the
-    other layers, the rounding remainder to the largest fractions, ties to the first layers."""
-    low, high = int(least.sum()), int(most.sum())
-    if not low <= total <= high or (least > most).any():
+    within ``least`` and ``maximum`` int [L]; raises ConfigError if that is impossible. What a bound cuts off goes to
+    the other layers, the rounding remainder to the largest fractions, ties to the first layers."""
+    low, high = int(least.sum()), int(maximum.sum())
+    if not low <= total <= high or (least > maximum).any():
         raise ConfigError(
             f"per_layer: {total} slots cannot be shared out to {len(weights)} layers, which take {low} to {high} "
             "together; change total_budget, min_capacity or max_capacity"
@@ -157,17 +157,17 @@ def share_out(total: int, weights: FloatArray, least: IntArray, most: IntArray) 
     weights[weights < _LEAST_WEIGHT] = 0.0
     # Bisection: the real shares are clip(a * weights, least, most) with the a that makes their sum `total`.
     positive = weights > 0
-    below, above = 0.0, float((most[positive] / weights[positive]).max())
+    below, above = 0.0, float((maximum[positive] / weights[positive]).max())
     for _ in range(100):
         middle = (below + above) / 2.0
-        if np.clip(middle * weights, least, most).sum() < total:
+        if np.clip(middle * weights, least, maximum).sum() < total:
             below = middle
         else:
             above = middle
-    ideal: FloatArray = np.clip(above * weights, least, most)
+    ideal: FloatArray = np.clip(above * weights, least, maximum)
     shares = np.floor(ideal + 1e-9).astype(np.int64)
     while missing := total - int(shares.sum()):
-        room = shares < most
+        room = shares < maximum
         remainders = np.where(room, ideal - shares, -np.inf)
         shares[np.argsort(-remainders, kind="stable")[: min(missing, int(room.sum()))]] += 1
     return shares
@@ -185,23 +185,23 @@ class Selections:
 
     def entropies(self) -> FloatArray:
         """Entropy of each layer's recent accesses in bits, float [L]; without accesses, that of a uniform spread."""
-        found = np.full(len(self._last), np.log2(max(self._experts, 2)))
+        result = np.full(len(self._last), np.log2(max(self._experts, 2)))
         for layer, last in enumerate(self._last):
             if last:
                 counts = np.bincount(last)
                 shares = counts[counts > 0] / len(last)
-                found[layer] = -(shares * np.log2(shares)).sum()
-        return found
+                result[layer] = -(shares * np.log2(shares)).sum()
+        return result
 
 
 def flat_ids(ids: ArrayLike, num_experts: int) -> IntArray:
     """Return the experts of ``[tokens, k]`` as one int64 row; raises ValueError for another shape, type or range."""
-    given = np.asarray(ids)
-    if given.ndim != 2:
-        raise ValueError(f"ids: expected [tokens, k], not shape {list(given.shape)}")
-    if given.dtype.kind not in "iu" and given.size:
-        raise ValueError(f"ids: expected integers, not {given.dtype}")
-    flat: IntArray = np.ascontiguousarray(given, np.int64).reshape(-1)
+    array = np.asarray(ids)
+    if array.ndim != 2:
+        raise ValueError(f"ids: expected [tokens, k], not shape {list(array.shape)}")
+    if array.dtype.kind not in "iu" and array.size:
+        raise ValueError(f"ids: expected integers, not {array.dtype}")
+    flat: IntArray = np.ascontiguousarray(array, np.int64).reshape(-1)
     # Viewed as unsigned, negative ids are the largest, so one maximum finds both kinds of error.
     if flat.size and int(flat.view(np.uint64).max()) >= num_experts:
         raise ValueError(f"ids: {int(flat.min())} to {int(flat.max())} are not all among the {num_experts} experts")
@@ -210,10 +210,10 @@ def flat_ids(ids: ArrayLike, num_experts: int) -> IntArray:
 
 def mass_of(scores: ArrayLike, flat: IntArray, shape: tuple[int, ...], num_experts: int) -> FloatArray:
     """Return the summed router weight of each expert, float64 [num_experts]; the ids had ``shape``."""
-    given: NDArray[np.float64] = np.ascontiguousarray(scores, np.float64)
-    if given.shape != shape:
-        raise ValueError(f"scores: expected the shape of ids, {list(shape)}, not {list(given.shape)}")
-    mass = np.bincount(flat, weights=given.reshape(-1), minlength=num_experts).astype(np.float64, copy=False)
+    array: NDArray[np.float64] = np.ascontiguousarray(scores, np.float64)
+    if array.shape != shape:
+        raise ValueError(f"scores: expected the shape of ids, {list(shape)}, not {list(array.shape)}")
+    mass = np.bincount(flat, weights=array.reshape(-1), minlength=num_experts).astype(np.float64, copy=False)
     if not np.isfinite(mass).all():
         raise ValueError("scores: not all are finite numbers")
     return mass
@@ -325,7 +325,7 @@ class ExpertCache:
 
     def _preload(self, pins: list[int]) -> tuple[tuple[int, int, int], ...]:
         """Admit and pin ``pins`` in every layer; return (layer, expert, slot) of those that fit."""
-        found = []
+        preloaded = []
         for layer in range(self.num_layers):
             for expert in dict.fromkeys(pins):
                 key, pool = layer * self.num_experts + expert, self._pools[layer]
@@ -334,10 +334,10 @@ class ExpertCache:
                 pool.enter(key, 1.0)
                 if pool.pin(key):
                     self._pinned[key] = None
-                    found.append((layer, expert, self._place([key])[0]))
+                    preloaded.append((layer, expert, self._place([key])[0]))
                 else:
                     pool.remove((key,))
-        return tuple(found)
+        return tuple(preloaded)
 
     def __len__(self) -> int:
         return sum(len(pool) for pool in self._distinct)
@@ -567,13 +567,15 @@ class ExpertCache:
         if rules is None:
             raise ValueError("no budgets of layers")
         layers, experts = self.num_layers, self.num_experts
-        least, most = (np.full(layers, min(each, experts)) for each in (rules.min_capacity, rules.max_capacity))
+        least, maximum = (np.full(layers, min(bound, experts)) for bound in (rules.min_capacity, rules.max_capacity))
         for layer, pool in enumerate(self._pools):
-            mine = range(layer * experts, (layer + 1) * experts)
-            kept = sum(self._slot_of[key] >= 0 and self._is_guarded(key) for key in mine)
-            least[layer] = max(least[layer], min(pool.capacity, kept + -(-kept // 3)))  # slru protects three of four
+            layer_keys = range(layer * experts, (layer + 1) * experts)
+            guarded = sum(self._slot_of[key] >= 0 and self._is_guarded(key) for key in layer_keys)
+            least[layer] = max(
+                least[layer], min(pool.capacity, guarded + -(-guarded // 3))
+            )  # slru protects three of four
         weights = np.ones(layers) if self._selections is None else self._selections.entropies()
-        return share_out(total, weights, least, most)
+        return share_out(total, weights, least, maximum)
 
     def _apply(self, shares: IntArray) -> None:
         """Set new budgets: layers that shrink first, then layers that grow."""
@@ -616,8 +618,8 @@ class ExpertCache:
         if pool.has_visit:
             pool.visit(base, counts > 0)
         before = self._table[layer][distinct]
-        found = before >= 0
-        hits, missing = distinct[found], distinct[~found]
+        present = before >= 0
+        hits, missing = distinct[present], distinct[~present]
         keys = (distinct + base).tolist()
         held = set(keys)
         pool.hold(held | self._leases.keys() if self._leases else held)
@@ -626,9 +628,9 @@ class ExpertCache:
                 self._frequency[key] += 1
         means = mass[distinct] / counts[distinct] if mass is not None and pool.uses_scores else np.ones(len(distinct))
         if len(hits):
-            pool.touch_all((hits + base).tolist(), means[found].tolist())
+            pool.touch_all((hits + base).tolist(), means[present].tolist())
             self._drain(pool)
-        misses, scored, kept_out = missing, means[~found], missing[:0]
+        misses, scored, kept_out = missing, means[~present], missing[:0]
         if keep_out:
             out = np.isin(missing, list(keep_out))
             misses, scored, kept_out = missing[~out], scored[~out], missing[out]
@@ -643,7 +645,7 @@ class ExpertCache:
         pool.hold(self._leases)
         if self.predictor.is_on:
             self.predictor.observe(layer, distinct, counts[distinct], None if mass is None else mass[distinct])
-        hit_slots, brought, evicted = before[found].astype(np.int64), np.array(slots, np.int64), self._notify()
+        hit_slots, brought, evicted = before[present].astype(np.int64), np.array(slots, np.int64), self._notify()
         return Access(layer, hits, hit_slots, misses, brought, kept_out, evicted, counts)
 
     def _bring(self, pool: Eviction, keys: list[int], scores: list[float], admit: bool) -> list[int]:
@@ -657,7 +659,7 @@ class ExpertCache:
             return self._place(keys)
         placed = iter(self._place(list(compress(keys, brought))))
         self.stats.bypasses += brought.count(False)
-        return [next(placed) if there else -1 for there in brought]
+        return [next(placed) if admitted else -1 for admitted in brought]
 
     def _pass_by(self, pool: Eviction, keys: list[int]) -> None:
         """Count missing keys that are not admitted."""
@@ -697,7 +699,7 @@ class ExpertCache:
         pool = self._pools[layer]
         held = self._last_batch | set(self._last_of_layer[layer]) | self._leases.keys()
         pool.hold(held)
-        found, slots = [], []
+        loaded, slots = [], []
         for expert in ids:
             key = self._key(layer, expert)
             if self._slot_of[key] >= 0:
@@ -706,37 +708,37 @@ class ExpertCache:
             self._drain(pool)
             if brought:
                 held.add(key)
-                found.append(int(expert))
+                loaded.append(int(expert))
                 slots += self._place([key])
         self._release([pool])
         if self._expiry is not None:
-            self._expiry.touch((layer * self.num_experts + expert for expert in found), self.clock)
-        self.stats.prefetched += len(found)
-        return Prefetch(np.array(found, np.int64), np.array(slots, np.int64), self._notify())
+            self._expiry.touch((layer * self.num_experts + expert for expert in loaded), self.clock)
+        self.stats.prefetched += len(loaded)
+        return Prefetch(np.array(loaded, np.int64), np.array(slots, np.int64), self._notify())
 
     def fill(self, keys: ArrayLike) -> IntArray:
         """Admit ``keys``, (layer, expert) int [n, 2], highest priority first, into free slots only; not an access. The
         first key is evicted last. Return (layer, expert, slot) of the admitted keys, int64 [m, 3]."""
-        found = []
+        filled = []
         chosen: dict[Eviction, list[int]] = {pool: [] for pool in self._distinct}
         for layer, expert in np.asarray(keys, np.int64).reshape(-1, 2).tolist():
             key, pool = self._key(layer, expert), self._pools[layer]
             if self._slot_of[key] < 0 and len(pool) + len(chosen[pool]) < pool.capacity:
                 chosen[pool].append(key)
-                found.append((layer, expert, *self._place([key])))
+                filled.append((layer, expert, *self._place([key])))
         for pool, wanted in chosen.items():
             pool.adopt(wanted[::-1])
             if self._expiry is not None:
                 self._expiry.touch(wanted, self.clock)
-        return np.array(found, np.int64).reshape(-1, 3)
+        return np.array(filled, np.int64).reshape(-1, 3)
 
     def prefetch_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
         """Prefetch what the predictor expects after ``layer`` was served; return (layer, `Prefetch`), none empty."""
         if not self.predictor.is_on:
             return []
         predictions = self.predictor.ahead(layer, self._table >= 0)
-        found = [(at, self.prefetch(at, ids.tolist())) for at, ids in predictions]
-        return [(at, brought) for at, brought in found if brought.ids.size]
+        prefetches = [(at, self.prefetch(at, ids.tolist())) for at, ids in predictions]
+        return [(at, brought) for at, brought in prefetches if brought.ids.size]
 
     # ---- made from a policy
 
@@ -766,10 +768,10 @@ class ExpertCache:
 
     def expect(self, shares: ArrayLike) -> None:
         """Set prior use rates, [L, E]: the share of a layer's visits that use each expert (read by ``reuse`` alone)."""
-        given = np.asarray(shares, np.float64)
-        if given.shape != self._table.shape:
-            raise ValueError(f"shares: expected {list(self._table.shape)}, not {list(given.shape)}")
-        for layer, row in enumerate(given):
+        array = np.asarray(shares, np.float64)
+        if array.shape != self._table.shape:
+            raise ValueError(f"shares: expected {list(self._table.shape)}, not {list(array.shape)}")
+        for layer, row in enumerate(array):
             self._pools[layer].expect(layer * self.num_experts, row)
 
     # ---- many accesses of one id
@@ -813,8 +815,8 @@ class ExpertCache:
         touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
         counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
         left, left_slots = self._left.append, self._left_slots.append
-        found: list[bool] = []
-        answer = found.append
+        answers: list[bool] = []
+        answer = answers.append
         for key, score in zip(keys, repeat(1.0) if scores is None else scores, strict=False):
             if counted:
                 frequency[key] += 1
@@ -843,4 +845,4 @@ class ExpertCache:
                 slot_of[key] = free.pop()
             if gone:
                 self._drain(pool)
-        return found
+        return answers

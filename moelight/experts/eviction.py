@@ -110,12 +110,12 @@ class Eviction(ABC):
         if not self.fills_in_order:
             return list(map(self.admit, keys, scores))
         room = max(0, self.capacity - len(self))
-        there = min(len(keys), room + self.leave(len(keys) - room))
-        self.enter_all(keys[:there], scores)
+        admitted = min(len(keys), room + self.leave(len(keys) - room))
+        self.enter_all(keys[:admitted], scores)
         if self.has_note:
-            for key in keys[there:]:
+            for key in keys[admitted:]:
                 self.note(key)
-        return [True] * there + [False] * (len(keys) - there)
+        return [True] * admitted + [False] * (len(keys) - admitted)
 
     def take(self, keys: Iterable[int]) -> None:
         """Admit ``keys``, one after the other, that were not accessed and are not held. Rejected keys go to `gone`."""
@@ -213,16 +213,16 @@ class Lru(Eviction):
     def leave(self, wanted: int) -> int:
         if wanted <= 0:
             return 0
-        held, found = self.held, []
+        held, evicted = self.held, []
         for key in self._order:
             if key not in held:
-                found.append(key)
-                if len(found) == wanted:
+                evicted.append(key)
+                if len(evicted) == wanted:
                     break
-        for key in found:
+        for key in evicted:
             del self._order[key]
-        self.gone += found
-        return len(found)
+        self.gone += evicted
+        return len(evicted)
 
     def enter(self, key: int, score: float) -> None:
         self._order[key] = None
@@ -310,8 +310,9 @@ class Ranked(Eviction):
         self._heap = list(self.rank.values())
         heapify(self._heap)
 
-    def leave(self, wanted: int, most: float = inf) -> int:
-        """Evict the lowest ``wanted`` keys that are not held and have a value up to ``most``; return their number."""
+    def leave(self, wanted: int, max_value: float = inf) -> int:
+        """Evict the lowest ``wanted`` keys that are not held and have a value up to ``max_value``; return their
+        number."""
         heap, rank, held, parked, gone = self._heap, self.rank, self.held, self._parked, self.gone
         before = len(gone)
         while wanted > 0 and heap:
@@ -323,7 +324,7 @@ class Ranked(Eviction):
                 heapreplace(heap, now)
             elif top[2] in held:
                 parked.append(heappop(heap))
-            elif top[0] > most:
+            elif top[0] > max_value:
                 break
             else:
                 heappop(heap)
@@ -343,7 +344,7 @@ class Ranked(Eviction):
             return True
         return self.replace_lowest(self.entry_of(key, score))
 
-    def replace_lowest(self, entry: Entry, most: float = inf) -> bool:
+    def replace_lowest(self, entry: Entry, max_value: float = inf) -> bool:
         """`leave` of one key, for that of ``entry``; return False if there is none."""
         heap, rank, held = self._heap, self.rank, self.held
         while heap:
@@ -355,7 +356,7 @@ class Ranked(Eviction):
                 heapreplace(heap, now)
             elif top[2] in held:
                 self._parked.append(heappop(heap))
-            elif top[0] > most:
+            elif top[0] > max_value:
                 break
             else:
                 heapreplace(heap, entry)
@@ -651,7 +652,7 @@ class Slru(Ranked):
         """Evict one key: probation except its newest key, then the least recent protected key, then that newest key."""
         newest = max(self.rank.values(), key=lambda entry: entry[1], default=None)
         older = [entry for entry in self.rank.values() if entry != newest and entry[2] not in self.held]
-        victims = (each for each in self._protected if each not in self.held)
+        victims = (key for key in self._protected if key not in self.held)
         key = min(older)[2] if older else next(victims, None)
         if key is None:
             return super().drop()
@@ -677,7 +678,7 @@ class Slru(Ranked):
 
     def unpin(self, key: int) -> None:
         self._protected[key] = self.pinned.pop(key)[1]
-        self._protected = OrderedDict(sorted(self._protected.items(), key=lambda place: place[1]))
+        self._protected = OrderedDict(sorted(self._protected.items(), key=lambda item: item[1]))
 
     def order(self) -> list[int]:
         return [*super().order(), *self._protected]
@@ -707,7 +708,7 @@ HORIZONS = (16, 128, 1024)
 RATE = 0.3  # learning rate of the first step; AdaGrad shortens later steps
 FIRST_SHARE = 0.1  # of an expert without observations
 EXPECTED_VISITS = 64  # weight of profile shares, in visits; more gains on mixed work, loses on one task (docs/log.md)
-_LEAST_STEPS = np.array([[1.0 / each] for each in HORIZONS])
+_LEAST_STEPS = np.array([[1.0 / horizon] for horizon in HORIZONS])
 _WEIGHTS = (0.0, *(1.0 / len(HORIZONS) for _ in HORIZONS), 0.5)
 
 
@@ -863,8 +864,10 @@ class Reuse(Eviction):
         self._pinned[key - self._first], self._queue = False, None
 
     def order(self) -> list[int]:
-        found = np.flatnonzero(self._here & ~self._pinned)
-        ranked: list[int] = (found[np.lexsort((self._entered[found], self._chance[found]))] + self._first).tolist()
+        candidates = np.flatnonzero(self._here & ~self._pinned)
+        ranked: list[int] = (
+            candidates[np.lexsort((self._entered[candidates], self._chance[candidates]))] + self._first
+        ).tolist()
         return ranked
 
 
@@ -1027,22 +1030,22 @@ class Layered(Eviction):
     def admit(self, key: int, score: float, asked: bool = True) -> bool:
         if self._is_crowded() and not self.drop():
             return False
-        there = self.first.admit(key, score, asked)
-        if there:
+        admitted = self.first.admit(key, score, asked)
+        if admitted:
             self._upper.add(key)
             if asked and self.second.has_note:
                 self.second.note(key)
         if self.first.gone:
             self._demote()
-        return there or self.second.admit(key, score, asked)
+        return admitted or self.second.admit(key, score, asked)
 
     def admit_all(self, keys: Sequence[int], scores: Sequence[float]) -> list[bool]:
         if not self._in_turn or self._is_crowded():
             return super().admit_all(keys, scores)
-        there = sum(self.first.admit_all(keys, scores))
-        self._upper.update(keys[:there])
+        admitted = sum(self.first.admit_all(keys, scores))
+        self._upper.update(keys[:admitted])
         self._demote()
-        return [True] * there + self.second.admit_all(keys[there:], scores[there:])
+        return [True] * admitted + self.second.admit_all(keys[admitted:], scores[admitted:])
 
     def _is_crowded(self) -> bool:
         """True if the pool is full but one level is not: the other exceeds its share since the capacity shrank."""

@@ -35,10 +35,10 @@ class Capacity:
             return max(1, min(int(experts * self.value / 100.0), experts))
         if not page_bytes:
             raise ConfigError(f"capacity {self}: how many experts that is depends on the model; name one")
-        found = min(int(self.value // page_bytes), experts)
-        if found < 1:
+        count = min(int(self.value // page_bytes), experts)
+        if count < 1:
             raise ConfigError(f"capacity {self} holds no expert of {format_bytes(page_bytes)}; allow more")
-        return found
+        return count
 
     def __str__(self) -> str:
         if self.unit == "bytes":

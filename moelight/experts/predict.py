@@ -257,8 +257,8 @@ class Prefetcher:
     def know(self, transitions: Transitions) -> None:
         """Set the transitions with which ``affinity`` starts; errors as `AffinityPredictor.learned`."""
         self._known = transitions
-        if (found := self.affinity) is not None:
-            found.learned(transitions)
+        if (affinity := self.affinity) is not None:
+            affinity.learned(transitions)
 
     def allow(self, budget: int) -> None:
         """Set the ``budget`` of prefetched experts per layer."""
@@ -279,8 +279,8 @@ class Prefetcher:
     @property
     def affinity(self) -> AffinityPredictor | None:
         """The affinity predictor, whose transitions can be saved; None if it was never used."""
-        found = self._predictors.get("affinity")
-        return found if isinstance(found, AffinityPredictor) else None
+        predictor = self._predictors.get("affinity")
+        return predictor if isinstance(predictor, AffinityPredictor) else None
 
     def observe(self, layer: int, ids: IntArray, counts: IntArray, mass: FloatArray | None = None) -> None:
         """Resolve the predictions for this visit, then observe the batch as `NoPredictor.observe`."""
@@ -385,13 +385,13 @@ class RouterConfidence(_HitRecord):
         missed = np.ones(self._num_experts)
         for ids, kinds in self._open.get(row, ()):
             np.multiply.at(missed, ids.ravel(), 1.0 - self.chance(kinds.ravel()))
-        found = np.flatnonzero(1.0 - missed >= SURE)
-        return found, 1.0 - missed[found]
+        sure = np.flatnonzero(1.0 - missed >= SURE)
+        return sure, 1.0 - missed[sure]
 
     def flush(self, row: int, chosen: np.ndarray[Any, Any]) -> None:
         """Resolve the predictions for ``row``: it routed the recorded tokens, in their order, to ``chosen`` [T, k]."""
         first = 0
         for ids, kinds in self._open.pop(row, ()):
-            mine = chosen[first : first + len(ids)]
+            chosen_rows = chosen[first : first + len(ids)]
             first += len(ids)
-            self.resolve(kinds.ravel(), (ids[:, :, None] == mine[:, None, :]).any(axis=2).ravel())
+            self.resolve(kinds.ravel(), (ids[:, :, None] == chosen_rows[:, None, :]).any(axis=2).ravel())

@@ -91,18 +91,18 @@ class ActivationProfile:
         before any layer's second), within a rank by count."""
         rank = np.argsort(np.argsort(-self.counts, axis=1, kind="stable"), axis=1)
         room = self.num_experts if isinstance(capacity, int) else capacity[:, None]
-        found = np.argwhere((self.counts > 0) & (rank < room))
-        layers, experts = found.T
-        found = found[np.lexsort((-self.counts[layers, experts], rank[layers, experts]))]
-        return found[:capacity] if isinstance(capacity, int) else found
+        ranked = np.argwhere((self.counts > 0) & (rank < room))
+        layers, experts = ranked.T
+        ranked = ranked[np.lexsort((-self.counts[layers, experts], rank[layers, experts]))]
+        return ranked[:capacity] if isinstance(capacity, int) else ranked
 
     def distance(self, other: ActivationProfile, top: int) -> Distance:
         """Distance to ``other``, of the same shape, by shares and by the ``top`` most used experts of each layer; 1 if
         one of two layers has no counts, 0 if both have none."""
         _same_shape(self, other)
         totals = [profile.counts.sum(axis=1, keepdims=True) for profile in (self, other)]
-        mine, others = self.counts / np.maximum(totals[0], _LEAST), other.counts / np.maximum(totals[1], _LEAST)
-        apart = np.abs(mine - others).sum(axis=1) / 2.0
+        shares, others = self.counts / np.maximum(totals[0], _LEAST), other.counts / np.maximum(totals[1], _LEAST)
+        apart = np.abs(shares - others).sum(axis=1) / 2.0
         uncounted = ((totals[0] == 0) != (totals[1] == 0))[:, 0]
         overlap = np.ones(self.num_layers)
         for layer in range(self.num_layers):
@@ -127,17 +127,17 @@ def merge(profiles: Sequence[ActivationProfile]) -> ActivationProfile:
         merged.add(profile.counts, profile.accesses)
     learned = [profile.transitions for profile in profiles if profile.transitions is not None]
     if learned:
-        times = np.sum([each.times for each in learned], axis=0)
-        weighted = np.sum([each.matrix * each.times[:, :, None] for each in learned], axis=0)
+        times = np.sum([transitions.times for transitions in learned], axis=0)
+        weighted = np.sum([transitions.matrix * transitions.times[:, :, None] for transitions in learned], axis=0)
         matrix = (weighted / np.maximum(times, 1)[:, :, None]).astype(np.float32)
         merged.transitions = Transitions(matrix=matrix, times=times)
     return merged
 
 
-def differing(here: Facts, there: Facts) -> str:
+def differing(here: Facts, other: Facts) -> str:
     """Return the first values in which two models differ, such as ``" (hidden_size 64 and 128)"``, or ""."""
-    keys = [key for key in sorted({*here, *there}) if here.get(key) != there.get(key)]
-    shown = ", ".join(f"{key} {here.get(key)} and {there.get(key)}" for key in keys[:3])
+    keys = [key for key in sorted({*here, *other}) if here.get(key) != other.get(key)]
+    shown = ", ".join(f"{key} {here.get(key)} and {other.get(key)}" for key in keys[:3])
     return f" ({shown})" if shown else ""
 
 
@@ -160,8 +160,8 @@ _ANEW = "make a new one with --save-expert-profile"
 def save_profile(profile: ActivationProfile, path: Path) -> None:
     """Write ``profile`` to ``path`` atomically."""
     counts = profile.counts
-    whole = profile.half_life is None and bool(np.all(counts == np.rint(counts)))
-    found: dict[str, Any] = {
+    integral = profile.half_life is None and bool(np.all(counts == np.rint(counts)))
+    content: dict[str, Any] = {
         "format": FORMAT,
         "fingerprint": profile.fingerprint,
         "model": profile.model,
@@ -169,13 +169,13 @@ def save_profile(profile: ActivationProfile, path: Path) -> None:
         "num_experts": profile.num_experts,
         "half_life": profile.half_life,
         "accesses": profile.accesses,
-        "counts": counts.astype(np.int64).tolist() if whole else counts.tolist(),
+        "counts": counts.astype(np.int64).tolist() if integral else counts.tolist(),
     }
     if (learned := profile.transitions) is not None:
         shares = np.rint(learned.matrix * np.float32(_UNIT)).astype(np.int64)
-        found["affinity"] = {"times": learned.times.tolist(), "per_10000": shares.tolist()}
+        content["affinity"] = {"times": learned.times.tolist(), "per_10000": shares.tolist()}
     try:
-        write_whole(path, json.dumps(found, separators=(",", ":")) + "\n")
+        write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
 
@@ -184,32 +184,32 @@ def load_profile(
     path: Path, *, model: Facts, num_layers: int, num_experts: int, half_life: float | None = None
 ) -> ActivationProfile:
     """Read a profile counted on this model, else raise ConfigError; further counts decay with ``half_life``."""
-    found = _read(path)
-    if found["format"] != FORMAT:
-        _refuse(path, "format", f"is {_shown(found['format'])}, not {FORMAT!r}")
-    if found["fingerprint"] != fingerprint_of(model):
-        counted = found.get("model")
+    content = _read(path)
+    if content["format"] != FORMAT:
+        _refuse(path, "format", f"is {_shown(content['format'])}, not {FORMAT!r}")
+    if content["fingerprint"] != fingerprint_of(model):
+        counted = content.get("model")
         apart = differing(counted, model) if isinstance(counted, dict) else ""
         _refuse(path, "fingerprint", f"is of another model{apart}", "give a profile of this one or none")
     for key, wanted in (("num_layers", num_layers), ("num_experts", num_experts)):
-        if found[key] != wanted:
-            _refuse(path, key, f"is {_shown(found[key])} but the model has {wanted}")
+        if content[key] != wanted:
+            _refuse(path, key, f"is {_shown(content[key])} but the model has {wanted}")
     profile = ActivationProfile(model=model, num_layers=num_layers, num_experts=num_experts, half_life=half_life)
-    counts = _numbers(path, "counts", found["counts"], (num_layers, num_experts))
-    accesses = found.get("accesses", 0)
+    counts = _numbers(path, "counts", content["counts"], (num_layers, num_experts))
+    accesses = content.get("accesses", 0)
     if type(accesses) is not int or accesses < 0:
         _refuse(path, "accesses", f"must be a whole number of at least 0, not {_shown(accesses)}")
     profile.add(counts, accesses)
-    if (learned := found.get("affinity")) is not None:
+    if (learned := content.get("affinity")) is not None:
         profile.transitions = _transitions(path, learned, num_layers, num_experts)
     return profile
 
 
-def _transitions(path: Path, found: Any, layers: int, experts: int) -> Transitions:
-    if not isinstance(found, dict) or set(found) != {"times", "per_10000"}:
+def _transitions(path: Path, content: Any, layers: int, experts: int) -> Transitions:
+    if not isinstance(content, dict) or set(content) != {"times", "per_10000"}:
         _refuse(path, "affinity", "must have the keys 'times' and 'per_10000' and no other")
-    times = _numbers(path, "affinity.times", found["times"], (layers, experts))
-    shares = _numbers(path, "affinity.per_10000", found["per_10000"], (layers, experts, experts))
+    times = _numbers(path, "affinity.times", content["times"], (layers, experts))
+    shares = _numbers(path, "affinity.per_10000", content["per_10000"], (layers, experts, experts))
     if shares.max(initial=0) > _UNIT:
         _refuse(path, "affinity.per_10000", f"holds {shares.max():g}, above {_UNIT}")
     return Transitions(matrix=(shares / _UNIT).astype(np.float32), times=times.astype(np.int64))
@@ -225,35 +225,35 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        found = parse_json(read_text(path, most=_MOST_BYTES), pairs=once)
+        content = parse_json(read_text(path, max_bytes=_MOST_BYTES), pairs=once)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({read_error_text(error)})") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON ({error.msg}); {_ANEW}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON in UTF-8 ({error}); {_ANEW}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must be a JSON object, not {_shown(found)}; {_ANEW}")
-    for key in found:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must be a JSON object, not {_shown(content)}; {_ANEW}")
+    for key in content:
         if key not in _KNOWN:
             _refuse(path, key, f"is unknown{did_you_mean(key, _KNOWN)}", f"known: {', '.join(_KNOWN)}")
     for key in _REQUIRED:
-        if key not in found:
+        if key not in content:
             _refuse(path, key, "is missing")
-    return found
+    return content
 
 
 def _numbers(path: Path, key: str, value: Any, shape: tuple[int, ...]) -> FloatArray:
     """Return ``value`` as finite non-negative numbers, float64 of the given ``shape``."""
     try:
-        found = np.array(value)
+        array = np.array(value)
     except ValueError:  # rows of different lengths
-        found = np.array(None)
-    if found.dtype.kind not in "iuf" or found.shape != shape:
+        array = np.array(None)
+    if array.dtype.kind not in "iuf" or array.shape != shape:
         _refuse(path, key, f"must be {' x '.join(map(str, shape))} numbers")
-    if not np.all(np.isfinite(found)) or found.min(initial=0) < 0:
+    if not np.all(np.isfinite(array)) or array.min(initial=0) < 0:
         _refuse(path, key, "must be finite numbers of at least 0")
-    return found.astype(np.float64)
+    return array.astype(np.float64)
 
 
 def _shown(value: Any) -> str:

@@ -61,13 +61,13 @@ class Trace:
 
     def _seen(self) -> Shape:
         layers: set[int] = set()
-        most = -1
+        highest = -1
         for row in self._read():
             layers.add(row.layer)
-            most = max(most, int(row.ids.max(initial=-1)))
-        if most < 0:
+            highest = max(highest, int(row.ids.max(initial=-1)))
+        if highest < 0:
             raise ConfigError(f"trace {self.path} has no rows with experts; record one with generate --routing-trace")
-        return Shape(layers=tuple(sorted(layers)), num_experts=most + 1)
+        return Shape(layers=tuple(sorted(layers)), num_experts=highest + 1)
 
     def _read(self) -> Iterable[TraceRow]:
         return read_rows(self.path) if self._kept is None else self._kept
@@ -75,14 +75,14 @@ class Trace:
     def __iter__(self) -> Iterator[TraceRow]:
         """Raises ConfigError if a row does not match the model."""
         for row in self._read():
-            at, most = self._row_of.get(row.layer), int(row.ids.max(initial=-1))
+            at, highest = self._row_of.get(row.layer), int(row.ids.max(initial=-1))
             if at is None:
                 layers = self.shape.layers
-                whole = len(layers) == layers[-1] - layers[0] + 1
-                known = f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
-                self._refuse(row, f"layer {row.layer} is none of {self._name}'s; layers with experts are {known}")
-            if most >= self.shape.num_experts:
-                self._refuse(row, f"expert {most}: {self._name} has {self.shape.num_experts} a layer")
+                contiguous = len(layers) == layers[-1] - layers[0] + 1
+                listing = f"{layers[0]} to {layers[-1]}" if contiguous else ", ".join(map(str, layers))
+                self._refuse(row, f"layer {row.layer} is none of {self._name}'s; layers with experts are {listing}")
+            if highest >= self.shape.num_experts:
+                self._refuse(row, f"expert {highest}: {self._name} has {self.shape.num_experts} a layer")
             yield replace(row, layer=at)
 
     def _refuse(self, row: TraceRow, complaint: str) -> NoReturn:
@@ -182,13 +182,13 @@ class Replay:
         ids, scores = row.ids[:, None], None if row.scores is None else row.scores[:, None]
         self._confidence.flush(row.layer, row.ids)
         leave, computed_s = self._leave(row, tokens)
-        found = self._residency.access(row.layer, ids, scores, keep_out=leave.tolist())
-        missing = found.misses + row.layer * self.shape.num_experts
+        access = self._residency.access(row.layer, ids, scores, keep_out=leave.tolist())
+        missing = access.misses + row.layer * self.shape.num_experts
         self._pages += len(missing) - (int(np.isin(missing, self._predicted).sum()) if self._predicted.size else 0)
         if self._clock is not None:
-            self._clock.serve(found.counts[found.hits], found.counts[found.misses], missing.tolist(), computed_s)
+            self._clock.serve(access.counts[access.hits], access.counts[access.misses], missing.tolist(), computed_s)
         self._prediction(row.layer + 1)
-        if len(found.misses):
+        if len(access.misses):
             self._most = max(self._most, len(self._residency.cache))
 
     def _leave(self, row: TraceRow, tokens: float) -> tuple[IntArray, float]:
@@ -197,7 +197,7 @@ class Replay:
             return row.ids[:0], 0.0
         counts = np.bincount(row.ids, minlength=self.shape.num_experts)
         missing = np.flatnonzero((counts > 0) & (self._residency.cache.slot_table[row.layer] < 0))
-        placed = self._residency.place(
+        placed = self._residency.place_missing(
             counts[missing],
             fetch_s=self._cpu.fetch_s,
             cpu_s=self._cpu.cpu_s(counts[missing]),
@@ -261,9 +261,9 @@ def replay_trace(
         except ConfigError as error:
             raise ConfigError(f"policy {policy.name}: {error}") from None
     for row in rows:
-        for each in replays:
-            each.step(row)
-    return [each.outcome() for each in replays]
+        for replay in replays:
+            replay.step(row)
+    return [replay.outcome() for replay in replays]
 
 
 def bound(
@@ -286,11 +286,11 @@ def bound(
     future = [(row.layer, np.unique(row.ids).tolist()) for row in rows]
     layers, experts = len(shape.layers), shape.num_experts
     cache = ExpertCache(capacity=slots, num_layers=layers, num_experts=experts, eviction="belady", future=future)
-    begun = {key for each in policies for key in Replay(each, shape, machine).begins_with}
+    begun = {key for expert_policy in policies for key in Replay(expert_policy, shape, machine).begins_with}
     if begun:
         first = dict.fromkeys((layer, expert) for layer, ids in future for expert in ids)
         cache.fill([key for key in first if key in begun])
-    found = Replay(policy, shape, machine, cache=cache)
+    replay = Replay(policy, shape, machine, cache=cache)
     for row in rows:
-        found.step(row)
-    return found.outcome()
+        replay.step(row)
+    return replay.outcome()

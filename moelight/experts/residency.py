@@ -141,19 +141,19 @@ def place_misses(
         raise ValueError(f"tokens {tokens.shape} and cpu_s {cpu_s.shape} must be of one length")
     dearest = np.lexsort((-tokens, -cpu_s))
     if mode == "cpu_fallback":
-        kept = 0
+        split = 0
     elif mode == "gpu_only" or fetch_s <= schedule.offload_threshold_ms / 1e3:
-        kept = n
+        split = n
     else:
-        kept = _best_split(cpu_s[dearest], fetch_s, fixed_s)
-    fetched, computed = np.sort(dearest[:kept]), dearest[kept:]
+        split = _best_split(cpu_s[dearest], fetch_s, fixed_s)
+    fetched, computed = np.sort(dearest[:split]), dearest[split:]
     if schedule.priority_routing:
         fetched = fetched[np.argsort(-tokens[fetched], kind="stable")]
     return MissPlacement(
         fetched=fetched,
         computed=computed[np.argsort(-tokens[computed], kind="stable")],
-        link_s=fetch_s * kept,
-        cpu_s=fixed_s + float(cpu_s[computed].sum()) if kept < n else 0.0,
+        link_s=fetch_s * split,
+        cpu_s=fixed_s + float(cpu_s[computed].sum()) if split < n else 0.0,
     )
 
 
@@ -170,8 +170,8 @@ Value = tuple[str, ...] | str | float | int
 
 
 class Controls:
-    """What the rules of one policy may change; contents and statistics of the cache survive every action. ``schedule``
-    holds the current schedule rules."""
+    """The state that the rules of one policy may change; contents and statistics of the cache survive every action.
+    ``schedule`` holds the current schedule rules."""
 
     def __init__(
         self, policy: ExpertPolicy, cache: ExpertCache, *, page_bytes: int | None = None, most_slots: int | None = None
@@ -263,7 +263,7 @@ class Residency:
         num_experts: int,
         active: int | None = None,
         page_bytes: int | None = None,
-        known: ActivationProfile | None = None,
+        profile: ActivationProfile | None = None,
         counted: ActivationProfile | None = None,
         batch: int = 1,
         most_slots: int | None = None,
@@ -273,7 +273,7 @@ class Residency:
         Args:
             active: experts per token.
             page_bytes: size of one expert.
-            known: profile of this model to start from.
+            profile: profile of this model to start from.
             batch: tokens of a pass.
             most_slots: largest number of slots that will be allocated (None: no limit).
         """
@@ -299,15 +299,15 @@ class Residency:
         after = policy.cache.warm_pin
         self.warm = WarmPin(after, active=active) if after is not None else None
         self.begin_with = np.array(self.cache.preload, dtype=np.int64).reshape(-1, 3)
-        if known is None:
+        if profile is None:
             return
-        wanted = known.residents(self.cache.capacity if policy.per_layer is None else np.array(self.cache.budgets))
+        wanted = profile.residents(self.cache.capacity if policy.per_layer is None else np.array(self.cache.budgets))
         self.begin_with = np.concatenate([self.begin_with, self.cache.fill(wanted)])
-        totals = known.counts.sum(axis=1, keepdims=True)
+        totals = profile.counts.sum(axis=1, keepdims=True)
         if active and totals.all():
-            self.cache.expect(known.counts / totals * active)
-        if known.transitions is not None:
-            self.cache.predictor.know(known.transitions)
+            self.cache.expect(profile.counts / totals * active)
+        if profile.transitions is not None:
+            self.cache.predictor.know(profile.transitions)
 
     def access(
         self,
@@ -322,16 +322,16 @@ class Residency:
         """Serve one batch as `ExpertCache.access`, count it, and apply the adaptation ``rules`` and warm-pinning."""
         if self.warm is not None and self.warm.due(self.cache.clock):
             self.warm.fire(self.cache)
-        found = self.cache.access(layer, ids, scores, admit=admit, keep_out=keep_out)
+        outcome = self.cache.access(layer, ids, scores, admit=admit, keep_out=keep_out)
         if self.counted is not None:
-            distinct = np.flatnonzero(found.counts)
-            self.counted.record(layer, distinct, found.counts[distinct])
+            distinct = np.flatnonzero(outcome.counts)
+            self.counted.record(layer, distinct, outcome.counts[distinct])
         if self.adapting is not None and rules:
             # Experts evicted by prefetches since the last batch count with this batch.
-            misses = len(found.misses) + len(found.kept_out)
-            self.adapting.record(len(found.hits), misses, self.cache.stats.evictions - self._evictions)
+            misses = len(outcome.misses) + len(outcome.kept_out)
+            self.adapting.record(len(outcome.hits), misses, self.cache.stats.evictions - self._evictions)
             self._evictions = self.cache.stats.evictions
-        return found
+        return outcome
 
     def ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
         return self.cache.prefetch_ahead(layer)
@@ -339,7 +339,9 @@ class Residency:
     def hint(self, layer: int, ids: IntArray, mass: FloatArray) -> None:
         self.cache.predictor.hint(layer, ids, mass)
 
-    def place(self, tokens: IntArray, *, fetch_s: float, cpu_s: FloatArray, fixed_s: float = 0.0) -> MissPlacement:
+    def place_missing(
+        self, tokens: IntArray, *, fetch_s: float, cpu_s: FloatArray, fixed_s: float = 0.0
+    ) -> MissPlacement:
         """Place the missing experts of a batch by `place_misses`, under the current schedule rules."""
         return place_misses(tokens, self.controls.schedule, fetch_s=fetch_s, cpu_s=cpu_s, fixed_s=fixed_s)
 
@@ -354,7 +356,7 @@ class Residency:
         layer without accesses carries a note."""
         cache, counters, predictor = self.cache, self.cache.stats, self.cache.predictor
         hits, misses = int(counters.hits.sum()), int(counters.misses.sum())
-        qualities = {name: each.as_dict() for name, each in predictor.qualities.items() if name != "none"}
+        qualities = {name: quality.as_dict() for name, quality in predictor.qualities.items() if name != "none"}
         predicted = {"strategy": predictor.rules.strategy, "budget": predictor.rules.budget, "quality": qualities}
         of_layers = zip(counters.hits, counters.misses, strict=True)
         return {

@@ -55,13 +55,13 @@ class MachineCosts:
         first = 0 if row == 0 else self.layers[row - 1] + 1
         passed = [*range(self.layers[-1] + 1, self.model.num_layers)] if row == 0 else []
         seconds = float(cost_model.head_s(tokens)) if row == 0 else 0.0
-        for each in (*passed, *range(first, layer + 1)):
-            elements, kind = costs.layer_elements(self.model)[each], costs.layer_attention(self.model)[each]
+        for index in (*passed, *range(first, layer + 1)):
+            elements, kind = costs.layer_elements(self.model)[index], costs.layer_attention(self.model)[index]
             seconds += float(cost_model.before_s(elements, tokens))
             if kind is not None:
                 seconds += float(cost_model.decode_attention_s(cost_model.expert_unit, tokens, CONTEXT, kind))
-            seconds += float(cost_model.states_s(tokens, CONTEXT, 0.0, 1.0, costs.layer_states(self.model)[each]))
-            seconds += float(cost_model.after_s(elements, tokens, moe=self.model.moe_layers[each]))
+            seconds += float(cost_model.states_s(tokens, CONTEXT, 0.0, 1.0, costs.layer_states(self.model)[index]))
+            seconds += float(cost_model.after_s(elements, tokens, moe=self.model.moe_layers[index]))
         return seconds
 
     def schedule(self, mode: str) -> ScheduleRules:
@@ -87,8 +87,8 @@ class MachineCosts:
         """Seconds of one expert by its number of tokens, [2^bits]."""
         unit = self._cost_model.expert_unit if resident else self._cost_model.speeds.cpu
         rows = np.arange(1 << bits, dtype=np.float64)
-        found: FloatArray = np.where(rows > 0, self._cost_model.expert_s(unit, rows), 0.0)
-        return found
+        seconds: FloatArray = np.where(rows > 0, self._cost_model.expert_s(unit, rows), 0.0)
+        return seconds
 
 
 def _fetch_s(cost_model: CostModel, hardware: HardwareProfile) -> float:
@@ -137,20 +137,20 @@ class Clock:
     def serve(self, hits: IntArray, misses: IntArray, missing: Iterable[int], computed_s: float = 0.0) -> None:
         """Advance by the experts of one batch: ``hits`` [n] and ``misses`` [m] are tokens per expert, ``missing`` the
         keys of the misses; the CPU computes all other experts in ``computed_s``."""
-        begun = there = self.now
+        begun = arrived_s = self.now
         fetched = len(misses)
         if self._arrivals:
             arrivals = [self._arrivals[key] for key in missing if key in self._arrivals]
             fetched -= len(arrivals)
-            there = max(arrivals, default=there)
+            arrived_s = max(arrivals, default=arrived_s)
             self._arrivals.clear()
         if fetched:
-            there = self._fetch(fetched, self.now)
+            arrived_s = self._fetch(fetched, self.now)
         if not self._overlap:
-            self._wait(there)
+            self._wait(arrived_s)
             begun = self.now
         self.now += float(self._machine.resident_s(hits).sum())
-        self._wait(max(there, begun + computed_s))
+        self._wait(max(arrived_s, begun + computed_s))
         self.now += float(self._machine.resident_s(misses).sum())
 
     def prediction(self, keys: Iterable[int]) -> None:

@@ -76,9 +76,9 @@ def _row(path: Path, number: int, data: bytes) -> TraceRow:
         refuse(f"key 'l': expected a layer from 0 to {MOST_LAYERS - 1}, not {_shown(layer)}")
     if not isinstance(ids, list):
         refuse(f"key 'e': expected a list of expert ids, not {_shown(ids)}")
-    for each in ids:
-        if type(each) is not int or not 0 <= each < MOST_EXPERTS:
-            refuse(f"key 'e': expected expert ids from 0 to {MOST_EXPERTS - 1}, not {_shown(each)}")
+    for expert in ids:
+        if type(expert) is not int or not 0 <= expert < MOST_EXPERTS:
+            refuse(f"key 'e': expected expert ids from 0 to {MOST_EXPERTS - 1}, not {_shown(expert)}")
     scores = _scores(row["s"], len(ids), refuse) if row.get("s") is not None else None
     return TraceRow(line=number, layer=layer, ids=np.array(ids, np.int64), scores=scores)
 
@@ -86,7 +86,7 @@ def _row(path: Path, number: int, data: bytes) -> TraceRow:
 def _object(data: bytes, refuse: Refuse) -> dict[str, Any]:
     """Parse a line as an object with exactly the keys of a row."""
     try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=list, parse_constant=_no_number)
+        pairs = json.loads(data.decode("utf-8"), object_pairs_hook=list, parse_constant=_no_number)
     except UnicodeDecodeError as error:
         refuse(f"is not UTF-8 (byte {error.start + 1})")
     except RecursionError:
@@ -96,9 +96,9 @@ def _object(data: bytes, refuse: Refuse) -> dict[str, Any]:
     except ValueError:
         refuse("is not JSON (NaN, Infinity or a number of thousands of digits)")
     # Objects are parsed as lists of pairs, so that duplicate keys are detected; other lists never contain tuples.
-    if not isinstance(found, list) or not all(isinstance(pair, tuple) for pair in found):
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
         refuse('is not an object; write {"l": LAYER, "e": [IDS], "s": [SCORES]}')
-    keys = [key for key, _ in found]
+    keys = [key for key, _ in pairs]
     for key in keys:
         if key not in KEYS:
             refuse(f"has an unknown key {key[:40]!r}{did_you_mean(key[:40], KEYS)}; known: {', '.join(KEYS)}")
@@ -107,17 +107,17 @@ def _object(data: bytes, refuse: Refuse) -> dict[str, Any]:
     for key in KEYS[:2]:
         if key not in keys:
             refuse(f"lacks key {key!r} ({'layer' if key == 'l' else 'expert ids'})")
-    return dict(found)
+    return dict(pairs)
 
 
-def _scores(given: Any, count: int, refuse: Refuse) -> FloatArray:
-    if not isinstance(given, list) or len(given) != count:
-        said = f"{len(given)}" if isinstance(given, list) else _shown(given)
-        refuse(f"key 's': expected one score for each of the {count} ids, not {said}")
-    for each in given:
-        if type(each) not in (int, float) or not abs(each) <= MOST_SCORE:
-            refuse(f"key 's': expected finite numbers, not {_shown(each)}")
-    return np.array(given, np.float64)
+def _scores(values: Any, count: int, refuse: Refuse) -> FloatArray:
+    if not isinstance(values, list) or len(values) != count:
+        shown = f"{len(values)}" if isinstance(values, list) else _shown(values)
+        refuse(f"key 's': expected one score for each of the {count} ids, not {shown}")
+    for score in values:
+        if type(score) not in (int, float) or not abs(score) <= MOST_SCORE:
+            refuse(f"key 's': expected finite numbers, not {_shown(score)}")
+    return np.array(values, np.float64)
 
 
 def _no_number(word: str) -> NoReturn:

@@ -57,7 +57,7 @@ class Tuned:
 class Tuning:
     """Result of the search: one entry per capacity, by memory; the fastest of them; and the number of replays."""
 
-    found: tuple[Tuned, ...]
+    candidates: tuple[Tuned, ...]
     best: Tuned
     replays: int
     rows: int
@@ -65,7 +65,7 @@ class Tuning:
     @property
     def front(self) -> tuple[Tuned, ...]:
         """Entries of the Pareto front of memory and time."""
-        return tuple(each for each in self.found if each.on_front)
+        return tuple(tuned for tuned in self.candidates if tuned.on_front)
 
 
 def tune_policy(
@@ -80,18 +80,18 @@ def tune_policy(
     of equally fast policies wins.
     """
     rows = rows[:MOST_ROWS]
-    most = shape.num_experts if most_slots is None else min(shape.num_experts, most_slots // len(shape.layers))
-    if not rows or most < 1:
-        raise ValueError(f"{len(rows)} rows, and room for {most} experts of a layer")
+    max_per_layer = shape.num_experts if most_slots is None else min(shape.num_experts, most_slots // len(shape.layers))
+    if not rows or max_per_layer < 1:
+        raise ValueError(f"{len(rows)} rows, and room for {max_per_layer} experts of a layer")
     counts = {max(1, round(share * shape.num_experts)) for share in SHARES}
     search = _TuneSearch(rows, shape, machine)
-    found: list[Tuned] = []
-    for count in sorted({each for each in counts if each < most} | {most}):
-        policy, outcome = search.best(count, found[-1].policy if found else None)
-        faster = all(_seconds(outcome) < _seconds(each.outcome) for each in found)
-        found.append(Tuned(policy=policy, outcome=outcome, on_front=faster))
-    best = min(found, key=lambda each: _seconds(each.outcome))
-    return Tuning(found=tuple(found), best=best, replays=search.replays, rows=len(rows))
+    results: list[Tuned] = []
+    for count in sorted({candidate for candidate in counts if candidate < max_per_layer} | {max_per_layer}):
+        policy, outcome = search.best(count, results[-1].policy if results else None)
+        faster = all(_seconds(outcome) < _seconds(result.outcome) for result in results)
+        results.append(Tuned(policy=policy, outcome=outcome, on_front=faster))
+    best = min(results, key=lambda result: _seconds(result.outcome))
+    return Tuning(candidates=tuple(results), best=best, replays=search.replays, rows=len(rows))
 
 
 def share_of(count: int, num_experts: int) -> Capacity:
@@ -133,11 +133,11 @@ class _TuneSearch:
         ran = [(policy, self._run(policy, 1.0)) for policy in left]
         return min(ran, key=lambda pair: _seconds(pair[1]))
 
-    def _fastest(self, policies: list[ExpertPolicy], part: float, kept: int) -> list[ExpertPolicy]:
-        """Return the ``kept`` fastest policies on the first ``part`` of the trace."""
-        if len(policies) <= kept:
+    def _fastest(self, policies: list[ExpertPolicy], part: float, num_kept: int) -> list[ExpertPolicy]:
+        """Return the ``num_kept`` fastest policies on the first ``part`` of the trace."""
+        if len(policies) <= num_kept:
             return policies
-        return sorted(policies, key=lambda policy: _seconds(self._run(policy, part)))[:kept]
+        return sorted(policies, key=lambda policy: _seconds(self._run(policy, part)))[:num_kept]
 
     def _run(self, policy: ExpertPolicy, part: float) -> Outcome:
         self.replays += 1
@@ -234,9 +234,9 @@ def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size:
         attention_device=near,
         ffn_device=near,
     )
-    found = fixed_bytes(model, sizes, dtype=dtype)
-    dense = found["dense", tier.name]
-    working = sum(int(size) for (_, where), size in found.items() if where == tier.name) - dense
+    fixed = fixed_bytes(model, sizes, dtype=dtype)
+    dense = fixed["dense", tier.name]
+    working = sum(int(size) for (_, where), size in fixed.items() if where == tier.name) - dense
     capacity = tier.capacity_bytes * (1 if device is None or gpu is None else gpu.count)
     taken = {
         "other weights": dense,
@@ -291,7 +291,7 @@ def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, ba
         f"{name} on {hardware.name}, passes of {batch_size} token{'s' if batch_size > 1 else ''}: {layers} layers of "
         f"{experts} experts, {active} a token, {format_bytes(page)} each ({format_bytes(layers * experts * page)}).",
         f"Of {format_bytes(room.capacity_bytes)} {room.tier} memory, "
-        + ", ".join(f"{format_bytes(taken)} are for {what}" for what, taken in room.taken.items() if taken)
+        + ", ".join(f"{format_bytes(taken)} are for {purpose}" for purpose, taken in room.taken.items() if taken)
         + f", and {format_bytes(RESERVE_BYTES)} are left alone: room for {plan.budget:,} experts. "
         f"{slots:,} take {format_bytes(slots * page)}.",
         f"A miss takes {1e3 * machine.fetch_s:.3g} ms. Made without a trace: record one with generate --routing-trace, "
@@ -330,9 +330,11 @@ def _with_room(plan: SlotPlan, layers: int, experts: int) -> tuple[ExpertPolicy,
 
 def _why_capacity(model: ModelProfile, plan: SlotPlan, batch_size: int) -> str:
     layers, experts, active = model.num_moe_layers, model.experts.num_experts, model.router.top_k
-    each = plan.recommended / layers
+    per_layer = plan.recommended / layers
     met = f"as many as {batch_size} tokens are expected to meet"
-    rule = f"recommended are {each:g} a layer, {met if each > 2 * active else f'twice the {active} of a token'}"
+    rule = (
+        f"recommended are {per_layer:g} a layer, {met if per_layer > 2 * active else f'twice the {active} of a token'}"
+    )
     if plan.slots >= layers * experts:
         return f"all {layers * experts:,} have a slot, so that none is ever evicted; {rule}"
     verdict = "below that, so expect many misses" if plan.status is Status.BELOW_RECOMMENDED else "enough"

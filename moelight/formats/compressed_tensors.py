@@ -65,18 +65,18 @@ class Rounding(NamedTuple):
 
     def stored(self, scale: str) -> Format:
         """The format with scales of the safetensors dtype ``scale``."""
-        found = _format(self.scheme([]), _WRITTEN[self.kind][0], scale)
-        assert found is not None
-        return found
+        stored_format = _format(self.scheme([]), _WRITTEN[self.kind][0], scale)
+        assert stored_format is not None
+        return stored_format
 
     def scheme(self, targets: Sequence[str]) -> dict[str, Any]:
         """The entry of ``config_groups`` for the modules ``targets``."""
-        stored_as, given = _WRITTEN[self.kind]
+        stored_as, settings = _WRITTEN[self.kind]
         by_group = {"strategy": "group", "group_size": self.group} if self.group else {"strategy": "channel"}
         tokens = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
         return {
             "targets": list(targets),
-            "weights": {**given, **by_group, "symmetric": True},
+            "weights": {**settings, **by_group, "symmetric": True},
             "input_activations": tokens if self.kind == "fp8" else None,
             "format": stored_as,
         }
@@ -86,14 +86,14 @@ def rounding_config(groups: Sequence[tuple[Rounding, Sequence[str]]], ignored: S
     """The ``quantization_config`` of a checkpoint whose modules are rounded, except those ``ignored``. Raises
     ConfigError without the package."""
     kinds = {_WRITTEN[how.kind][0] for how, _ in groups}
-    given = {
+    config = {
         "config_groups": {f"group_{number}": how.scheme(targets) for number, (how, targets) in enumerate(groups)},
         "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "ignore": list(ignored),
     }
     try:
-        return _completed(given)
+        return _completed(config)
     except ValueError as error:
         raise ConfigError(f"the checkpoint is written as compressed-tensors, and {error}") from None
 
@@ -107,12 +107,12 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
         version = metadata.version(_PACKAGE)
     except metadata.PackageNotFoundError:
         raise ValueError(_INSTALL) from None
-    place = _place(values, version)
+    path = _place(values, version)
     with contextlib.suppress(OSError, ValueError):
-        return read_object(place)
+        return read_object(path)
     child = ConfinedProcess(f"{__name__}:completer", cpu_s=_MOST_CPU_S, memory_bytes=_MOST_BYTES)
     try:
-        found = _answered(child.ask(values))
+        completed = _answered(child.ask(values))
     except EndedError as error:
         raise ValueError(f"the package compressed-tensors does not survive it ({error})") from None
     except OSError:
@@ -120,23 +120,23 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
     finally:
         child.close()
     with contextlib.suppress(OSError):
-        write_whole(place, json.dumps(found))
-    return found
+        write_whole(path, json.dumps(completed))
+    return completed
 
 
 def _place(values: Mapping[str, Any], version: str) -> Path:
-    """Where the answer to ``values`` is kept."""
+    """Return the path of the cached answer to ``values``."""
     key = hashlib.sha256(json.dumps([version, values], sort_keys=True).encode("utf-8", "surrogatepass"))
     return cache_directory(_PACKAGE, f"{key.hexdigest()[:32]}.json")
 
 
 def _answered(answer: list[Any]) -> dict[str, Any]:
     """The completed config of an answer of `complete`."""
-    completed, why = answer
+    completed, reason = answer
     if completed is None:
-        raise ValueError(f"the package compressed-tensors refuses it ({why})")
-    found: dict[str, Any] = completed
-    return found
+        raise ValueError(f"the package compressed-tensors refuses it ({reason})")
+    result: dict[str, Any] = completed
+    return result
 
 
 def completer(_setup: object) -> Callable[[Mapping[str, Any]], list[Any]]:
@@ -194,8 +194,8 @@ def _format(scheme: Mapping[str, Any], stored_as: str, scale: str) -> Format | N
         return None
     floating = args["type"] == "float"
     if (reader := SCHEMES.get((stored_as, floating))) is None:
-        known = ", ".join(dict.fromkeys(name for name, _ in SCHEMES))
-        raise ValueError(f"the format {stored_as[:40]!r} is not read; known: {known}")
+        names = ", ".join(dict.fromkeys(name for name, _ in SCHEMES))
+        raise ValueError(f"the format {stored_as[:40]!r} is not read; known: {names}")
     strategy, block = args["strategy"], args.get("block_structure") or [0, 0]
     group = {"tensor": 0, "channel": 0, "group": args.get("group_size"), "block": block[-1]}
     if strategy not in group or not (group[strategy] or strategy in ("tensor", "channel")):
@@ -215,7 +215,7 @@ def _format(scheme: Mapping[str, Any], stored_as: str, scale: str) -> Format | N
 
 
 def _first_line(error: Exception) -> str:
-    """What pydantic says first, without the value that it was given and its address on the web."""
+    """Return the first line of pydantic's message, without the input value and the URL."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     shown = " ".join(lines[1:3]) if len(lines) > 1 else (lines or [type(error).__name__])[0]
     return re.sub(r"[^ -~]", "?", re.sub(r" \[type=.*", "", shown))[:120]

@@ -156,7 +156,7 @@ class Format(ABC):
         return tuple(self._tensors(rows, columns))
 
     def _steps(self) -> tuple[int, int]:
-        """What rows and columns have to be multiples of."""
+        """Return the multiples that rows and columns must be of."""
         return 1, 1
 
     def repacked_format(self, rows: int, columns: int) -> Format | None:

@@ -46,7 +46,7 @@ def _scheme(scheme: Scheme) -> Format:
 
 
 def _rules(settings: Settings, _: str) -> Iterable[ModuleRule]:
-    """Of transformers' fine-grained FP8, and of DeepSeek, whose routed experts may be MXFP4."""
+    """Yield the rules of transformers' fine-grained FP8, and of DeepSeek, whose routed experts may be MXFP4."""
     settings.only(("fmt", "weight_fmt"), ("e4m3", "float8_e4m3fn"))
     experts = settings.only(("expert_dtype",), ("fp8", "fp4"))
     scale = "F8_E8M0" if settings.only(("scale_fmt",), ("float", "ue8m0")) == "ue8m0" else "F32"

@@ -90,8 +90,8 @@ GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}
 def ggml_format(name: str) -> Format:
     """The format of the ggml type ``name``; raises ConfigError for one that is not read."""
     if name not in GGML_FORMATS:
-        known = ", ".join(GGML_FORMATS)
-        raise ConfigError(f"numbers of the ggml type {name} are not read; use a file of the types {known}")
+        names = ", ".join(GGML_FORMATS)
+        raise ConfigError(f"numbers of the ggml type {name} are not read; use a file of the types {names}")
     return GGML_FORMATS[name]
 
 

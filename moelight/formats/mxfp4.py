@@ -60,7 +60,7 @@ def mxfp4(names: tuple[str, str]) -> MXFP4Format:
 
 
 def _rules(settings: Settings, _: str) -> Iterable[ModuleRule]:
-    """Of gpt-oss: expert matrices, whatever else is left out."""
+    """MXFP4 as in gpt-oss: only expert matrices are quantised."""
     settings.words("modules_to_not_convert")
     yield ModuleRule(re.compile(r".*\.experts\..*"), mxfp4((_BLOCKS, "_scales")))
 

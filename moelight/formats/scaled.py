@@ -1,4 +1,4 @@
-"""What the formats of 8-bit codes times scales share: a grid of scales, each of some rows and columns."""
+"""Shared parts of the formats of 8-bit codes times scales: a grid of scales, each of some rows and columns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class ScaledFormat(Format):
 
 
 def scheme_fields(scheme: Scheme) -> dict[str, Any]:
-    """What a scheme of compressed-tensors says of a scaled format. ValueErrors say what is wrong."""
+    """Return the fields of a scaled format from a scheme of compressed-tensors; raises ValueError if it is not
+    supported."""
     if scheme.bits != 8:
         raise ValueError(f"{scheme.stored_as} weights of {scheme.bits} bits are not read")
     return {

@@ -120,12 +120,12 @@ class CostModel:
         """Seconds of ``states`` beside the paged cache (None: of all layers, `costs.state_bytes`) on the unit of the
         projections: each of ``tokens`` sequences reads and writes its own, and reads what it keeps of ``context``
         tokens; a prompt's token takes 4 flops, an outer product and a query, for each number that it sees."""
-        each, of_token = costs.state_bytes(self.model) if states is None else states
-        if not (each or of_token):
+        per_sequence, of_token = costs.state_bytes(self.model) if states is None else states
+        if not (per_sequence or of_token):
             return 0.0
         unit = self.expert_unit
-        seen = (each + of_token * (prompt_len + 1) / 2) / self.dtype.itemsize
-        touched = unit.touch_s(tokens * (2 * each + of_token * context))
+        seen = (per_sequence + of_token * (prompt_len + 1) / 2) / self.dtype.itemsize
+        touched = unit.touch_s(tokens * (2 * per_sequence + of_token * context))
         return touched + np.where(prompt_tokens > 0, unit.prefill_s(4.0 * prompt_tokens * seen, prompt_len), 0.0)
 
     def head_s(self, rows: Any) -> Any:

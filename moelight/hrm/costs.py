@@ -78,10 +78,10 @@ def page_slot_bytes(model: ModelProfile, dtype: DType) -> int:
     return align_up(page_bytes(model, dtype), PAGE_ALIGNMENT)
 
 
-def page_parts(size: int, most: int = PART_BYTES) -> tuple[range, ...]:
-    """Byte ranges in which an expert page of ``size`` bytes crosses a link: as few of at most ``most`` bytes as
+def page_parts(size: int, max_bytes: int = PART_BYTES) -> tuple[range, ...]:
+    """Byte ranges in which an expert page of ``size`` bytes crosses a link: as few of at most ``max_bytes`` bytes as
     possible, nearly equal; every part but the last ends on a multiple of `PAGE_ALIGNMENT`."""
-    blocks, count = -(-size // PAGE_ALIGNMENT), -(-size // most)
+    blocks, count = -(-size // PAGE_ALIGNMENT), -(-size // max_bytes)
     bounds = [min(size, blocks * part // count * PAGE_ALIGNMENT) for part in range(count + 1)]
     return tuple(range(first, last) for first, last in pairwise(bounds))
 
@@ -101,31 +101,32 @@ def repacks(ffn_device: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def dense_bytes(model: ModelProfile, dtype: DType, *, kept: bool = False) -> int:
-    """Bytes of all tensors outside the experts in memory, each aligned for vector loads. ``kept``: as `keeps_stored`
-    says; else none is quantised there."""
+def dense_bytes(model: ModelProfile, dtype: DType, *, as_stored: bool = False) -> int:
+    """Bytes of all tensors outside the experts in memory, each aligned for vector loads. ``as_stored``: as
+    `keeps_stored` says; else none is quantised there."""
     return sum(
-        align_up(dense_tensor_bytes(model, each, dtype, kept=kept), TENSOR_ALIGNMENT) for each in dense_tensors(model)
+        align_up(dense_tensor_bytes(model, tensor, dtype, as_stored=as_stored), TENSOR_ALIGNMENT)
+        for tensor in dense_tensors(model)
     )
 
 
-def dense_tensor_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType, *, kept: bool) -> int:
+def dense_tensor_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType, *, as_stored: bool) -> int:
     """Bytes of one of them, without the alignment."""
-    sizes = kept_parts(model, tensor) if kept else None
+    sizes = kept_parts(model, tensor) if as_stored else None
     return tensor.elements * (tensor.itemsize or dtype.itemsize) if sizes is None else sum(sizes)
 
 
 def kept_parts(model: ModelProfile, tensor: StackedTensor) -> tuple[int, ...] | None:
     """Bytes in memory of each part of a tensor that is kept as stored; None of another."""
     sizes = [_kept_sizes(model).get((part.name, part.layer)) for part in tensor.parts]
-    found = tuple(size for size in sizes if size is not None)
-    return found if len(found) == len(sizes) else None
+    present = tuple(size for size in sizes if size is not None)
+    return present if len(present) == len(sizes) else None
 
 
 def keeps_stored(model: ModelProfile, dtype: DType, *, discrete: bool) -> bool:
     """True if the CPU multiplies by quantised matrices outside the experts as they are stored: beside no GPU
     (``discrete``), computing in ``dtype``."""
-    return model.stored is not None and bool(model.stored.kept) and not discrete and not dtype.pages
+    return model.stored is not None and bool(model.stored.dense_stored) and not discrete and not dtype.pages
 
 
 @lru_cache(maxsize=64)
@@ -136,7 +137,7 @@ def kept_dtype(model: ModelProfile, dtype: DType, *, head: bool) -> DType:
     size = elements = 0
     for tensor in dense_tensors(model):
         if tensor.name in ends if head else tensor.layer >= 0 and len(tensor.shape) > 1:
-            size += dense_tensor_bytes(model, tensor, dtype, kept=True)
+            size += dense_tensor_bytes(model, tensor, dtype, as_stored=True)
             elements += tensor.elements
     if not elements or size >= elements * dtype.itemsize:
         return dtype
@@ -147,13 +148,13 @@ def kept_dtype(model: ModelProfile, dtype: DType, *, head: bool) -> DType:
 
 def stored_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType) -> int:
     """Bytes of a tensor outside the experts in the checkpoint: in ``dtype`` or its own size unless it is quantised."""
-    stored, each = _stored_dense(model), tensor.itemsize or dtype.itemsize
-    return sum(stored.get((part.name, part.layer), part.elements * each) for part in tensor.parts)
+    stored, itemsize = _stored_dense(model), tensor.itemsize or dtype.itemsize
+    return sum(stored.get((part.name, part.layer), part.elements * itemsize) for part in tensor.parts)
 
 
 @lru_cache(maxsize=64)
 def _kept_sizes(model: ModelProfile) -> dict[tuple[str, int], int]:
-    return {(name, layer): size for name, layer, size in model.stored.kept} if model.stored else {}
+    return {(name, layer): size for name, layer, size in model.stored.dense_stored} if model.stored else {}
 
 
 @lru_cache(maxsize=64)
@@ -186,7 +187,9 @@ class LayerElements:
 def layer_elements(model: ModelProfile) -> tuple[LayerElements, ...]:
     """`LayerElements` of each layer, in order."""
     if model.layers:
-        return tuple(LayerElements(before_attention=each.before, after_attention=each.after) for each in model.layers)
+        return tuple(
+            LayerElements(before_attention=layer.before, after_attention=layer.after) for layer in model.layers
+        )
     before, after = [0] * model.num_layers, [0] * model.num_layers
     for tensor in dense_tensors(model):
         if tensor.layer >= 0 and len(tensor.shape) > 1:
@@ -211,7 +214,7 @@ def head_elements(model: ModelProfile) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionKind:
-    """The same attention over the paged cache in a number of ``layers``."""
+    """Attention over the paged cache that a number of ``layers`` share."""
 
     spec: AttentionSpec
     layers: int
@@ -220,13 +223,13 @@ class AttentionKind:
         """Positions that a token after ``context`` tokens attends to, summed over the layers: all, a window, or at
         most a chunk."""
         spec = self.spec
-        most = spec.chunk if spec.window is None else spec.window
-        windowed = 0 if most is None else sum(spec.window_layers) if spec.window_layers else self.layers
-        window = context if most is None else np.minimum(context, most)
+        limit = spec.chunk if spec.window is None else spec.window
+        windowed = 0 if limit is None else sum(spec.window_layers) if spec.window_layers else self.layers
+        window = context if limit is None else np.minimum(context, limit)
         return (self.layers - windowed) * context + windowed * window
 
     def seen_on_average(self, context: Any) -> Any:
-        """The same in an average one of the layers."""
+        """Return the tokens seen in an average layer."""
         return self.seen(context) / self.layers
 
 
@@ -269,8 +272,8 @@ def seen_positions(model: ModelProfile, context: Any) -> Any:
 @lru_cache(maxsize=64)
 def layer_states(model: ModelProfile) -> tuple[tuple[int, int], ...]:
     """Bytes of the state of one sequence beside the paged cache, and more for each of its tokens, of each layer."""
-    own = tuple((layer.state_bytes, layer.state_token_bytes) for layer in model.layers)
-    return own or ((0, 0),) * model.num_layers
+    states = tuple((layer.state_bytes, layer.state_token_bytes) for layer in model.layers)
+    return states or ((0, 0),) * model.num_layers
 
 
 def state_bytes(model: ModelProfile) -> tuple[int, int]:
@@ -280,8 +283,8 @@ def state_bytes(model: ModelProfile) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _sum_of_states(model: ModelProfile) -> tuple[int, int]:
-    each, of_token = zip(*layer_states(model), strict=True)
-    return sum(each), sum(of_token)
+    per_sequence, of_token = zip(*layer_states(model), strict=True)
+    return sum(per_sequence), sum(of_token)
 
 
 def distinct_experts(model: ModelProfile, tokens: Any) -> Any:
@@ -418,7 +421,7 @@ def expert_workspace(model: ModelProfile, tokens: Any, dtype: DType, *, grouped:
     wide = padded * 2 * width
     if grouped:
         wide = np.maximum(wide, routed * model.experts.intermediate_size)
-    numbers = (routed * model.expert_input, wide, padded * max(width, model.expert_input))
-    each = (dtype.residual_itemsize, dtype.itemsize, dtype.itemsize)
-    sizes = [align_up(count * size, TENSOR_ALIGNMENT) for count, size in zip(numbers, each, strict=True)]
+    counts = (routed * model.expert_input, wide, padded * max(width, model.expert_input))
+    itemsizes = (dtype.residual_itemsize, dtype.itemsize, dtype.itemsize)
+    sizes = [align_up(count * size, TENSOR_ALIGNMENT) for count, size in zip(counts, itemsizes, strict=True)]
     return ExpertWorkspace(rows_bytes=sizes[0], wide_bytes=sizes[1], narrow_bytes=sizes[2])

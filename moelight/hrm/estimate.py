@@ -16,7 +16,7 @@ from moelight.hrm.cost_model import CostModel
 from moelight.hrm.footprint import WHOLE_EXPERTS, prefill_tokens
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.pass_cost import PassCost, PlacementCounts, pass_cost, ring_of
-from moelight.hrm.placement import Placement, place
+from moelight.hrm.placement import Placement, place_pages
 from moelight.hrm.schedule_time import MEASURED_SHARE, ROUTED_ONLY_SHARE, pass_s, routed_only
 from moelight.hrm.workload_model import (
     KINDS,
@@ -68,13 +68,13 @@ class Estimate:
 
 def cost_model_of(model: ModelProfile, policy: Policy, speeds: Speeds, dtype: DType | None = None) -> CostModel:
     """The cost model of ``policy``; ``dtype``: the compute dtype, if not the model's own."""
-    own = dtype or dtype_named(model.dtype)
+    compute_dtype = dtype or dtype_named(model.dtype)
     return CostModel(
         model=model,
         speeds=speeds,
-        dtype=own,
-        kv_dtype=costs.kv_dtype(policy, own),
-        page_dtype=costs.page_dtype(model, own, policy.weight_dtype),
+        dtype=compute_dtype,
+        kv_dtype=costs.kv_dtype(policy, compute_dtype),
+        page_dtype=costs.page_dtype(model, compute_dtype, policy.weight_dtype),
         activations=policy.activations,
         attention_device=policy.attention_device,
         ffn_device=policy.ffn_device,
@@ -97,7 +97,10 @@ def estimate(
     model: ModelProfile, policy: Policy, workload: Workload, speeds: Speeds, *, dtype: DType | None = None
 ) -> Estimate:
     """The estimate of one resolved policy."""
-    cost_model, placed = cost_model_of(model, policy, speeds, dtype), placement_counts(place(model, policy), policy)
+    cost_model, placed = (
+        cost_model_of(model, policy, speeds, dtype),
+        placement_counts(place_pages(model, policy), policy),
+    )
     kinds = kinds_of(model, workload, policy)
     phases = tuple(
         _phase(cost_model, workload, policy, placed, name, kinds.kind(index))
@@ -169,30 +172,30 @@ def cost_of(
     """
     model, schedule, running = cost_model.model, sizes.schedule, running_of(cost_model.model, workload, sizes)
 
-    def each(values: Any) -> Any:
+    def selected(values: Any) -> Any:
         return values if of is None or np.ndim(values) == 0 else values[of]
 
-    most, placed = each(sizes.micro_batch_tokens), placed.map(each)
+    max_tokens, placed = selected(sizes.micro_batch_tokens), placed.map(selected)
     tokens = kinds.decode_tokens + kinds.prompt_tokens
-    routed = routed_only(model, schedule, tokens, most, least=least_missed(sizes))
+    routed = routed_only(model, schedule, tokens, max_tokens, least=least_missed(sizes))
     streamed = np.asarray(placed.from_host + placed.from_disk)
     moving = streamed > 0 if streams is None else streams
     # Behind a ring smaller than two layers every pass is a whole one (`Placement.small_ring`).
     layers, double = max(model.num_moe_layers, 1), 2 * model.experts.num_experts
     most_ring = 2 * np.ceil(streamed / layers) if streams is None else double
-    routed = routed & (each(ring_of(model, sizes.ring_pages)) >= most_ring)
+    routed = routed & (selected(ring_of(model, sizes.ring_pages)) >= most_ring)
     return pass_cost(
         cost_model,
         kinds,
         placed,
-        running=each(running).astype(float),
-        batches=each(_batches_of(workload, sizes, running)),
-        prompt_tokens=most,
-        whole=schedule in WHOLE_EXPERTS,
-        look_ahead=each(sizes.look_ahead),
+        running=selected(running).astype(float),
+        batches=selected(_batches_of(workload, sizes, running)),
+        prompt_tokens=max_tokens,
+        grouped=schedule in WHOLE_EXPERTS,
+        look_ahead=selected(sizes.look_ahead),
         routed_only=routed,
         apart=np.where(routed & moving, 1.0, 0.0),
-        ring_pages=each(sizes.ring_pages),
+        ring_pages=selected(sizes.ring_pages),
     )
 
 

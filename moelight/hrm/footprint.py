@@ -20,7 +20,7 @@ from moelight.core.policy import INT8, Policy
 from moelight.core.schedule import Page
 from moelight.core.units import MiB, align_up
 from moelight.hrm import costs
-from moelight.hrm.placement import Placement, place
+from moelight.hrm.placement import Placement, place_pages
 from moelight.profiles.model import ModelProfile
 
 HEAD_CHUNK_BYTES = 32 * MiB
@@ -85,7 +85,7 @@ class Footprint:
 def footprint(model: ModelProfile, policy: Policy, *, dtype: DType, page_dtype: DType | None = None) -> Footprint:
     """All regions of ``policy``, which is resolved (``kv_tokens`` above 0); ``page_dtype`` (of experts): if not that of
     ``dtype``."""
-    placement = place(model, policy)
+    placement = place_pages(model, policy)
     slot = costs.page_slot_bytes(model, page_dtype or dtype)
     fixed = {key: int(size) for key, size in fixed_bytes(model, policy, dtype=dtype).items()}
     device_blocks = kv_device_blocks(policy)
@@ -125,9 +125,9 @@ _ORDER = (
 def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType) -> dict[tuple[str, str], Any]:
     """Bytes by (purpose, tier) of every region that does not depend on the placement of pages and cache blocks."""
     fast_tier, tokens, hidden = "device" if sizes.discrete else "host", pass_tokens(sizes), model.hidden_size
-    found = {
+    needed = {
         ("dense", fast_tier): costs.dense_bytes(
-            model, dtype, kept=costs.keeps_stored(model, dtype, discrete=sizes.discrete)
+            model, dtype, as_stored=costs.keeps_stored(model, dtype, discrete=sizes.discrete)
         ),
         ("hidden", fast_tier): tokens * hidden * dtype.residual_itemsize,  # the residual stream
         ("work", fast_tier): work_bytes(model, sizes, dtype, grouped=sizes.discrete),
@@ -135,23 +135,23 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType) -> dict[tup
         ("runtime", "host"): RUNTIME_BYTES + READER_BYTES,
     }
     if model.layers:
-        found["transformers", "host"] = TRANSFORMERS_BYTES
-    each, of_token = costs.state_bytes(model)
-    if each or of_token:
-        found["states", fast_tier] = sizes.batch_size * each + sizes.kv_tokens * of_token
+        needed["transformers", "host"] = TRANSFORMERS_BYTES
+    unit_bytes, of_token = costs.state_bytes(model)
+    if unit_bytes or of_token:
+        needed["states", fast_tier] = sizes.batch_size * unit_bytes + sizes.kv_tokens * of_token
     if sizes.schedule in WHOLE_EXPERTS and not model.dense:
         # Experts that run once over a pass: normed hidden states, float32 sums, expert ids and weights.
-        found["mixture", fast_tier] = tokens * (model.expert_input * (dtype.itemsize + 4) + costs.routing_bytes(model))
+        needed["mixture", fast_tier] = tokens * (model.expert_input * (dtype.itemsize + 4) + costs.routing_bytes(model))
     if sizes.discrete:
-        found["device_runtime", "device"] = DEVICE_RUNTIME_BYTES
-        found["crossing", "host"] = tokens * staging_token_bytes(model, sizes, dtype)
+        needed["device_runtime", "device"] = DEVICE_RUNTIME_BYTES
+        needed["crossing", "host"] = tokens * staging_token_bytes(model, sizes, dtype)
     if sizes.attention_device == "gpu":
-        each = costs.kv_layer_bytes(model, costs.kv_dtype(sizes, dtype))
-        found["kv_buffer", "device"] = KV_BUFFERS * align_up(kv_buffer_tokens(sizes) * each, KV_ALIGNMENT)
+        unit_bytes = costs.kv_layer_bytes(model, costs.kv_dtype(sizes, dtype))
+        needed["kv_buffer", "device"] = KV_BUFFERS * align_up(kv_buffer_tokens(sizes) * unit_bytes, KV_ALIGNMENT)
     if sizes.discrete and sizes.ffn_device != "gpu":
-        found["host_work", "host"] = work_bytes(model, sizes, dtype.page_dtype, grouped=False)
-        found["host_transient", "host"] = host_transient_bytes(model, sizes, dtype)
-    return found
+        needed["host_work", "host"] = work_bytes(model, sizes, dtype.page_dtype, grouped=False)
+        needed["host_transient", "host"] = host_transient_bytes(model, sizes, dtype)
+    return needed
 
 
 def page_slots(placement: Placement) -> tuple[tuple[str, str, int], ...]:
@@ -185,9 +185,9 @@ def pinned_slots(placement: Placement) -> int:
     from_disk = any(placement.tiers[page] == "disk" for page in placement.streamed)
     if placement.pinned_pages and not from_disk:
         return 0
-    most = min(placement.most_streamed_per_layer * (2 if from_disk else 1), ring_slots(placement))
+    max_slots = min(placement.most_streamed_per_layer * (2 if from_disk else 1), ring_slots(placement))
     back = placement.learned and from_disk and not placement.host_copies
-    return max(most, placement.most_per_layer) if back else most
+    return max(max_slots, placement.most_per_layer) if back else max_slots
 
 
 def pass_tokens(sizes: Policy) -> Any:
@@ -279,19 +279,19 @@ def _rounded_bytes(model: ModelProfile, sizes: Policy) -> Any:
     """Bytes of the rows that a GPU rounds to int8 for the experts: their inputs, and routed activations; for each 32
     numbers at most a scale and a sum of 4 bytes."""
     routed = sizes.micro_batch_tokens * model.router.top_k + costs.ROW_PADDING
-    whole = sizes.schedule in WHOLE_EXPERTS
-    inputs = np.minimum(pass_tokens(sizes), routed) if whole else sizes.micro_batch_tokens
+    grouped = sizes.schedule in WHOLE_EXPERTS
+    inputs = np.minimum(pass_tokens(sizes), routed) if grouped else sizes.micro_batch_tokens
     padding = 127  # numbers behind the last column
-    numbers = inputs * (model.expert_input + padding) + routed * (model.experts.intermediate_size + padding)
-    return numbers + numbers // 4
+    elements = inputs * (model.expert_input + padding) + routed * (model.experts.intermediate_size + padding)
+    return elements + elements // 4
 
 
 def graph_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     """Bytes that CUDA graphs hold: places of rotations, queries, keys, values and attention outputs, and the
     temporaries of one task: as much again, normed rows, projections, router logits, and rows by expert."""
     rows, width = np.minimum(pass_tokens(sizes), GRAPH_ROWS), costs.attention_width(model) + costs.cache_width(model)
-    each = 2 * (width + costs.attention_out_width(model)) + 2 * costs.widest_head(model) + 4 * model.hidden_size
-    return rows * (each * dtype.itemsize + 4 * model.experts.num_experts + 40 * model.router.top_k)
+    per_row = 2 * (width + costs.attention_out_width(model)) + 2 * costs.widest_head(model) + 4 * model.hidden_size
+    return rows * (per_row * dtype.itemsize + 4 * model.experts.num_experts + 40 * model.router.top_k)
 
 
 def host_transient_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
@@ -316,13 +316,13 @@ def in_flight_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> Any:
     a quantised cache those that a micro-batch quantises, in float32 and as the cache gives them back. A
     dense layer's page computes what the next one attends with, so all micro-batches hold that, and their residuals."""
     in_flight = pass_tokens(sizes) if sizes.discrete or model.dense else 3 * sizes.micro_batch_tokens
-    each = costs.attention_width(model) + costs.attention_out_width(model) + costs.cache_width(model)
+    per_token = costs.attention_width(model) + costs.attention_out_width(model) + costs.cache_width(model)
     if model.dense:
-        each += model.hidden_size
+        per_token += model.hidden_size
     if sizes.discrete and sizes.ffn_device != "gpu":
-        each += 2 * model.hidden_size
+        per_token += 2 * model.hidden_size
     rotations = pass_tokens(sizes) * 2 * costs.widest_head(model) * dtype.itemsize
-    prefetched = in_flight * each * dtype.itemsize + rotations
+    prefetched = in_flight * per_token * dtype.itemsize + rotations
     cached, quantised = costs.cache_width(model) * dtype.itemsize, costs.kv_dtype(sizes, dtype).group > 0
     if sizes.attention_device == "gpu":
         context = kv_buffer_tokens(sizes) * (cached + quantised * QUANTISING_BYTES * costs.cache_width(model))

@@ -45,14 +45,14 @@ class Inventory:
 
 def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtype: DType | None = None) -> Inventory:
     """The parts of ``model``. ``weight_dtype``: of the experts; all other weights are as stored."""
-    own = dtype_named(model.dtype)
-    page_dtype, cache_dtype = weight_dtype or costs.page_dtype(model, own), kv_dtype or own
+    model_dtype = dtype_named(model.dtype)
+    page_dtype, cache_dtype = weight_dtype or costs.page_dtype(model, model_dtype), kv_dtype or model_dtype
     parameters = dict.fromkeys((ENDS, ATTENTION, DENSE_LAYERS, SHARED), 0)
     sizes = parameters.copy()
     for tensor in dense_tensors(model):
         parameters[_kind(tensor)] += tensor.elements
-        plain = tensor.elements * own.itemsize
-        sizes[_kind(tensor)] += plain if model.stored is None else costs.stored_bytes(model, tensor, own)
+        plain = tensor.elements * model_dtype.itemsize
+        sizes[_kind(tensor)] += plain if model.stored is None else costs.stored_bytes(model, tensor, model_dtype)
     for stored in model.page_tensors:
         parameters[stored.kind] += stored.elements
         sizes[stored.kind] += stored.elements * page_dtype.itemsize

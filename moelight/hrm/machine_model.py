@@ -168,9 +168,9 @@ def _at_best(surface: Surface) -> Surface:
     return replace(surface, curves=tuple(curves))
 
 
-def _share(hardware: HardwareProfile, what: str) -> float:
+def _share(hardware: HardwareProfile, key: str) -> float:
     """The sustained share of a stated bandwidth: 1.0 if the profile holds measurements, else the usual share."""
-    return 1.0 if hardware.measured else SUSTAINED[what]
+    return 1.0 if hardware.measured else SUSTAINED[key]
 
 
 def _link(hardware: HardwareProfile, src: str, dst: str) -> float:

@@ -110,7 +110,7 @@ def pass_cost(
     running: Any,
     batches: Any,
     prompt_tokens: Any,
-    whole: bool,
+    grouped: bool,
     look_ahead: Any = 2,
     routed_only: Any = False,
     apart: Any = None,
@@ -123,7 +123,7 @@ def pass_cost(
         running: N, the sequences that run at a time.
         batches: micro-batches of a pass in which all N decode.
         prompt_tokens: the most tokens in a micro-batch of prompts.
-        whole: experts run once over the whole pass, not once per micro-batch.
+        grouped: experts run once over the whole pass, not once per micro-batch.
         look_ahead: as in `Policy`; without effect if there is no GPU.
         routed_only: pages without routed tokens do not move.
         apart: as in `PassCost`; by default equal to ``routed_only``.
@@ -136,12 +136,12 @@ def pass_cost(
         decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / running))
         fresh = np.maximum(batches * kind.prompts / running, kind.prompt_tokens / prompt_tokens)
         prompts = _cut(kind.prompt_tokens, np.maximum(1.0, fresh))
-        cost = _beside_a_gpu(cost_model, kind, placed, (decode, prompts), whole, share)
+        cost = _beside_a_gpu(cost_model, kind, placed, (decode, prompts), grouped, share)
     else:
         rows = kind.decode_tokens + kind.prompts
         fewest = np.maximum(np.maximum(1.0, batches * rows / running), tokens / prompt_tokens)
         together = _cut(tokens, np.ceil(fewest - ROUNDING))
-        cost = _on_the_cpu(cost_model, kind, placed, together, whole, share)
+        cost = _on_the_cpu(cost_model, kind, placed, together, grouped, share)
     apart = np.where(routed_only, 1.0, 0.0) if apart is None else apart
     ring = ring_of(cost_model.model, ring_pages)
     last = turn_pages(ring if least_ring is None else least_ring)
@@ -173,17 +173,17 @@ def _ahead(cost_model: CostModel, ring: Any) -> tuple[Any, ...]:
 
 
 def _on_the_cpu(
-    cost_model: CostModel, kind: Passes, placed: PlacementCounts, batches: _MicroBatches, whole: bool, share: Any
+    cost_model: CostModel, kind: Passes, placed: PlacementCounts, batches: _MicroBatches, grouped: bool, share: Any
 ) -> PassCost:
     """The cost of a pass without a GPU. Page reads and compute slow each other while both run; the longer one finishes
     alone, so its time is its own work plus the slowdown by the other."""
     cpu, speeds, tokens = cost_model.expert_unit, cost_model.speeds, batches.tokens
-    each = 0.0 if whole else _experts_s(cost_model, cpu, tokens, 1.0)
-    act = phases_s(cost_model, tokens) + each
+    per_batch_s = 0.0 if grouped else _experts_s(cost_model, cpu, tokens, 1.0)
+    act = phases_s(cost_model, tokens) + per_batch_s
     resident = 1.0 - placed.from_disk / (cost_model.model.num_moe_layers * cost_model.model.experts.num_experts)
     kinds = costs.layer_kinds(cost_model.model)
     before = sum(layers * cost_model.before_s(elements, tokens) for elements, _, layers in kinds)
-    experts = _experts_s(cost_model, cpu, batches.count * tokens, 1.0) if whole else np.zeros_like(act)
+    experts = _experts_s(cost_model, cpu, batches.count * tokens, 1.0) if grouped else np.zeros_like(act)
     attend = cost_model.states_s(kind.decode_tokens, kind.context, kind.prompt_tokens, kind.prompt_len)
     for alike in costs.attention_kinds(cost_model.model):
         decode = cost_model.decode_attention_s(cpu, kind.decode_tokens, kind.context, alike)
@@ -209,7 +209,7 @@ def _on_the_cpu(
         experts=experts,
         pages=(reading,),
         first=before + attend_each,
-        meanwhile=batches.count * each * resident,
+        meanwhile=batches.count * per_batch_s * resident,
     )
 
 
@@ -218,26 +218,26 @@ def _beside_a_gpu(
     kind: Passes,
     placed: PlacementCounts,
     batches: tuple[_MicroBatches, _MicroBatches],
-    whole: bool,
+    grouped: bool,
     share: Any,
 ) -> PassCost:
     """The cost of a pass beside a GPU, whose ``batches`` are those of decoding sequences and those of prompts."""
     decode, prompts = batches
     layers, speeds, unit = cost_model.model.num_layers, cost_model.speeds, cost_model.expert_unit
     on_cpu, attention_on_cpu = _computed_share(cost_model, placed), float(cost_model.attention_device == "cpu")
-    per_batch = 0.0 if whole else 1.0 - on_cpu
+    per_batch = 0.0 if grouped else 1.0 - on_cpu
     act = phases_s(cost_model, decode.tokens) + _experts_s(cost_model, unit, decode.tokens, per_batch)
     act = act + cost_model.states_s(decode.tokens, kind.context, 0.0, 1.0)
     prompt_act = phases_s(cost_model, prompts.tokens) + _experts_s(cost_model, unit, prompts.tokens, per_batch)
     prompt_act = prompt_act + _where(prompts, _prompts_attend_s(cost_model, unit, prompts.tokens, kind.prompt_len))
     tokens = kind.decode_tokens + kind.prompt_tokens
-    experts = _experts_s(cost_model, unit, tokens, 1.0 - on_cpu) if whole else np.zeros_like(act)
+    experts = _experts_s(cost_model, unit, tokens, 1.0 - on_cpu) if grouped else np.zeros_like(act)
     attend = _where(decode, _attend_s(cost_model, decode.tokens, kind.context))
     count = np.maximum(decode.count + prompts.count, 1.0)
     head = count * cost_model.head_s((kind.decode_tokens + kind.prompts) / count)
     device = decode.count * act + prompts.count * prompt_act + experts + head
     up_bytes, down_bytes, down_bytes_each, stored_bytes = _attention_bytes(cost_model, kind, placed, decode)
-    crossings = sum(each.layers for each in costs.attention_kinds(cost_model.model))
+    crossings = sum(attention_kind.layers for attention_kind in costs.attention_kinds(cost_model.model))
     up = cost_model.up_s(up_bytes, crossings * decode.count)
     down = cost_model.down_s(down_bytes, crossings * (decode.count + prompts.count))
     each_up, each_down = up / np.maximum(decode.count, 1.0), cost_model.down_s(down_bytes_each, crossings)
@@ -283,8 +283,11 @@ def _attention_bytes(
     crossing = costs.kv_crossing_dtype(cost_model.attention_device, cost_model.dtype, cost_model.kv_dtype)
     new = costs.kv_token_bytes(cost_model.model, crossing)
     if cost_model.attention_device == "cpu":
-        on_host, each_down = 1.0, new + item * sum(each.layers * each.spec.query_width for each in attending)
-        up = item * sum(each.layers * each.spec.output_width for each in attending) * kind.decode_tokens
+        on_host, each_down = (
+            1.0,
+            new + item * sum(attention.layers * attention.spec.query_width for attention in attending),
+        )
+        up = item * sum(attention.layers * attention.spec.output_width for attention in attending) * kind.decode_tokens
     else:
         on_host, each_down = 1.0 - placed.device_kv, new
         up = _kv_read_bytes(cost_model, kind, on_host)
@@ -296,8 +299,8 @@ def _attention_bytes(
 def _kv_read_bytes(cost_model: CostModel, kind: Passes, share: Any = 1.0) -> Any:
     """Bytes of a ``share`` of the KV cache that one pass reads in all layers."""
     return sum(
-        share * each.layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context, each)
-        for each in costs.attention_kinds(cost_model.model)
+        share * attention.layers * cost_model.kv_read_bytes(kind.decode_tokens, kind.context, attention)
+        for attention in costs.attention_kinds(cost_model.model)
     )
 
 

@@ -117,7 +117,7 @@ def resident_tier(policy: Policy) -> str:
     return "host" if policy.ffn_device == "cpu" else "device"
 
 
-def place(model: ModelProfile, policy: Policy) -> Placement:
+def place_pages(model: ModelProfile, policy: Policy) -> Placement:
     """The tier of every page: fast tiers first, spread evenly, so that no layer streams two pages more than another."""
     fast_tier = resident_tier(policy)
     placement = _place(model, policy.weights, policy.cpu_experts, fast_tier)

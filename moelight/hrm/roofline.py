@@ -256,7 +256,7 @@ def _attention_point(chain: Chain, model: ModelProfile, policy: Policy, workload
     context = workload.prompt_len + workload.gen_len / 2
     intensity = attention_intensity(model, context, kv_dtype=_dtype(policy.kv_dtype, model))
     shares = {places[name]: getattr(policy.kv, name) for name in ("device", "host") if name in places}
-    far = max([near, *(place for place, share in shares.items() if share)])
+    far = max([near, *(tier for tier, share in shares.items() if share)])
     return _point(chain, "attention", near, far, intensity, intensity / (shares[far] if far > near else 1.0))
 
 
@@ -287,12 +287,12 @@ def _ffn_points(chain: Chain, model: ModelProfile, policy: Policy) -> tuple[Poin
 
 def _marks(chain: Chain, ffn: Point) -> tuple[Mark, ...]:
     """P1 of every link whose far level computes; P2 and the balance point of the link that bounds the experts."""
-    found: list[Mark] = []
+    marks: list[Mark] = []
 
     def add(name: str, near: int, far: int, far_intensity: float) -> None:
         flops = link_roof(chain[far - 1].link_bandwidth, far_intensity)
         ends = {"near": chain[near].name, "far": chain[far].name}
-        found.append(Mark(name=name, **ends, far_intensity=far_intensity, flops=flops))
+        marks.append(Mark(name=name, **ends, far_intensity=far_intensity, flops=flops))
 
     for far in range(1, len(chain)):
         if chain[far].peak_flops:
@@ -303,7 +303,7 @@ def _marks(chain: Chain, ffn: Point) -> tuple[Mark, ...]:
         link = chain[far - 1].link_bandwidth
         add("P2", near, far, second_turning_point(chain[near], link, ffn.intensity))
         add("balance", near, far, balance_point(chain[near], link, ffn.intensity))
-    return tuple(found)
+    return tuple(marks)
 
 
 def _dtype(name: str, model: ModelProfile) -> DType:

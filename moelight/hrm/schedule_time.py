@@ -93,7 +93,7 @@ def flexgen_loop(cost: PassCost) -> list[Any]:
 
 
 def serial(cost: PassCost) -> list[Any]:
-    """Nothing overlaps; the bandwidth of host memory is still a bound."""
+    """Return the terms of a pass without overlap; the bandwidth of host memory is still a bound."""
     alone = sum(seconds for lane, seconds in cost.lanes.items() if lane != "dram")
     return [alone, *(cost.lanes[lane] for lane in ("dram",) if lane in cost.lanes)]
 

@@ -66,10 +66,10 @@ class PassCosts:
     def __call__(self, task: Task) -> TaskCost:
         load = self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
         key = (task.kind, task.lane, task.layer, task.micro_batch < 0, load, task.bytes, task.experts, task.layers)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._priced(task, load)
-        return found
+        cost = self._known.get(key)
+        if cost is None:
+            cost = self._known[key] = self._priced(task, load)
+        return cost
 
     def _priced(self, task: Task, load: MicroBatchLoad) -> TaskCost:
         cost_model, tokens, touched = self._cost_model, load.tokens, 0.0
@@ -86,8 +86,8 @@ class PassCosts:
             case TaskKind.ATTENTION | TaskKind.CPU_ATTENTION:
                 return self._attention(task, load)
             case TaskKind.LAYERS:
-                each = [self._layer(replace(task, layer=layer), load) for layer in task.layers or ()]
-                seconds, touched = sum(one.seconds for one in each), sum(one.dram_bytes for one in each)
+                layer_costs = [self._layer(replace(task, layer=layer), load) for layer in task.layers or ()]
+                seconds, touched = sum(one.seconds for one in layer_costs), sum(one.dram_bytes for one in layer_costs)
             case TaskKind.STORE_KV:  # new keys and values into the cache in host memory
                 touched = 2.0 * self._host_kv * tokens * cost_model.kv_crossing_bytes(task.layer)
                 seconds = cost_model.speeds.cpu.touch_s(touched)
@@ -117,8 +117,8 @@ class PassCosts:
 
     def _before_s(self, task: Task, load: MicroBatchLoad) -> float:
         cost_model = self._cost_model
-        own = load.decode_tokens, load.context, load.prompt_tokens, load.prompt_len, self._states[task.layer]
-        return float(cost_model.before_s(self._elements[task.layer], load.tokens) + cost_model.states_s(*own))
+        arguments = load.decode_tokens, load.context, load.prompt_tokens, load.prompt_len, self._states[task.layer]
+        return float(cost_model.before_s(self._elements[task.layer], load.tokens) + cost_model.states_s(*arguments))
 
     def _after_s(self, task: Task, tokens: float) -> float:
         """Everything after attention, up to the experts where these are a task of their own."""

@@ -78,14 +78,14 @@ def passes_of(workload: Workload, batch_size: Any, prefill: Any) -> Passes:
     left = cohorts - last
     overlap = np.where(rest > 0, np.maximum(left - 1.0, 0.0), 0.0)
     running_out = (running * (cohorts - 1.0) - overlap * size * left) / 2.0  # tokens of the wave before the last
-    each = running_out / np.maximum(last, 1.0) + (rest - rest / np.maximum(last, 1.0)) / 2.0
+    decoding = running_out / np.maximum(last, 1.0) + (rest - rest / np.maximum(last, 1.0)) / 2.0
     draining = np.where(rest > 0, last, cohorts) - 1.0, np.where(rest > 0, rest, running) / 2.0
     nothing = np.zeros_like(running)
     in_waves = (
         (cohorts, wave.first, wave.prompts),
         ((waves - 1.0) * cohorts, wave.refilling, wave.prompts),
         (waves * (gen - cohorts), running, nothing),
-        (last, each, rest * workload.prompt_len / np.maximum(last, 1.0)),
+        (last, decoding, rest * workload.prompt_len / np.maximum(last, 1.0)),
         (overlap, rest + size * left / 2.0, nothing),
         (np.where(rest > 0, gen - last - overlap, 0.0), rest, nothing),
         (*draining, nothing),
@@ -154,20 +154,20 @@ def bounding_passes(workload: Workload, sequences: tuple[Any, Any], prefill: tup
     which all slots decode, has the policy's number of micro-batches. Exact for a single candidate.
     """
     requests, gen = workload.num_requests, workload.gen_len
-    least, most = (np.asarray(bound, dtype=float) for bound in sequences)
+    least, maximum = (np.asarray(bound, dtype=float) for bound in sequences)
     few, many = prefill
     slow, fast = _Wave.of(workload, least, least, few), _Wave.of(workload, least, least, many)
-    longest, widest = _Wave.of(workload, most, most, few), _Wave.of(workload, most, most, many)
+    longest, widest = _Wave.of(workload, maximum, maximum, few), _Wave.of(workload, maximum, maximum, many)
     first, refilling = np.minimum(slow.first, fast.first), np.minimum(slow.refilling, fast.refilling)
-    waves = np.floor(requests / most)
+    waves = np.floor(requests / maximum)
     alike = np.floor(requests / least) == waves
-    rest = np.where(alike, np.maximum(requests - waves * most, 0.0), 0.0)
+    rest = np.where(alike, np.maximum(requests - waves * maximum, 0.0), 0.0)
     mixed = (rest > 0) & (longest.cohorts > gen)
     last = np.where(rest > 0, np.maximum(np.where(mixed, 0.0, 1.0), rest / widest.size), 0.0)
     most_last = np.maximum(1.0, (requests - waves * least) / slow.size)
     begun = np.where(alike, fast.cohorts, np.minimum(2.0 * longest.cohorts, requests / widest.size))
     refills = np.where(alike, (waves - 1.0) * fast.cohorts, np.maximum(requests / widest.size - begun, 0.0))
-    decoding = np.where(alike, waves, requests / most) * np.maximum(gen - longest.cohorts, 0.0)
+    decoding = np.where(alike, waves, requests / maximum) * np.maximum(gen - longest.cohorts, 0.0)
     overlap = np.where((rest > 0) & ~mixed, np.maximum(fast.cohorts - most_last - 1.0, 0.0), 0.0)
     after = np.where((rest > 0) & ~mixed, np.maximum(gen - most_last - overlap, 0.0), 0.0)
     drain = np.where(rest > 0, np.where(mixed, gen, last), np.where(alike, np.minimum(fast.cohorts, gen), 1.0)) - 1.0
@@ -184,10 +184,10 @@ def bounding_passes(workload: Workload, sequences: tuple[Any, Any], prefill: tup
     )
     streaming = _streaming(workload, requests / widest.size, slow.size, nothing)
     bounds = _chosen(fast.cohorts > gen, _stacked(workload, streaming), _stacked(workload, in_waves))
-    single = (least == most) & (np.asarray(few) == np.asarray(many))
-    more = np.where(alike, waves, requests / most) * gen - begun - refills - decoding
+    single = (least == maximum) & (np.asarray(few) == np.asarray(many))
+    more = np.where(alike, waves, requests / maximum) * gen - begun - refills - decoding
     more = np.where(single | (fast.cohorts > gen), 0.0, np.maximum(more, 0.0))
-    return _chosen(single, passes_of(workload, most, many), bounds), more
+    return _chosen(single, passes_of(workload, maximum, many), bounds), more
 
 
 def bounding_static_passes(
@@ -196,19 +196,19 @@ def bounding_static_passes(
     """`bounding_passes` of `static_passes_of`: prompts at the rate of the fullest possible passes; decode passes as few
     as the most sequences need, each with the fewest tokens. Exact for a single candidate."""
     requests, more = workload.num_requests, workload.gen_len - 1.0
-    least, most = (np.asarray(bound, dtype=float) for bound in sequences)
-    waves = np.floor(requests / most)
+    least, maximum = (np.asarray(bound, dtype=float) for bound in sequences)
+    waves = np.floor(requests / maximum)
     alike = np.floor(requests / least) == waves
-    rest = np.where(alike, np.maximum(requests - waves * most, 0.0), 0.0)
-    fullest = np.minimum(np.asarray(prefill[1], dtype=float) + most, most * workload.prompt_len)
+    rest = np.where(alike, np.maximum(requests - waves * maximum, 0.0), 0.0)
+    fullest = np.minimum(np.asarray(prefill[1], dtype=float) + maximum, maximum * workload.prompt_len)
     nothing = np.zeros_like(least)
     none = (nothing, nothing, nothing)
     prompts = (requests * workload.prompt_len / fullest, nothing, fullest)
-    decode = (np.where(alike, waves, requests / most) * more, least, nothing)
+    decode = (np.where(alike, waves, requests / maximum) * more, least, nothing)
     last_decode = (np.where(rest > 0, more, 0.0), rest, nothing)
     rows = (prompts, none, decode, none, none, last_decode, none)
-    single = (least == most) & (np.asarray(prefill[0]) == np.asarray(prefill[1]))
-    return _chosen(single, static_passes_of(workload, most, prefill[1]), _stacked(workload, rows)), nothing
+    single = (least == maximum) & (np.asarray(prefill[0]) == np.asarray(prefill[1]))
+    return _chosen(single, static_passes_of(workload, maximum, prefill[1]), _stacked(workload, rows)), nothing
 
 
 def _chosen(condition: Any, these: Passes, those: Passes) -> Passes:

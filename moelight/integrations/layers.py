@@ -61,9 +61,9 @@ class ExpertParameter:
     piece: TensorSlice
     expert: int | None
 
-    def parts(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """``(expert, its tensor)`` of ``whole``, a tensor shaped like the parameter."""
-        yield from enumerate(whole) if self.expert is None else ((self.expert, whole),)
+    def parts(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """``(expert, its tensor)`` of ``tensor``, a tensor shaped like the parameter."""
+        yield from enumerate(tensor) if self.expert is None else ((self.expert, tensor),)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -107,14 +107,14 @@ class MoeLayer:
     def chosen(self, output: Any) -> tuple[np.ndarray, np.ndarray] | None:
         """``(ids int64 [T, k], scores float32 [T, k])`` from a router's ``output``: its ids, else the ``top_k`` largest
         of its logits; None if it contains neither."""
-        given = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
-        for ids in given:
+        tensors = [value for value in (output if isinstance(output, tuple) else (output,)) if isinstance(value, Tensor)]
+        for ids in tensors:
             if not ids.is_floating_point() and ids.dim() >= 1:
-                scores = [each for each in given if each.is_floating_point() and each.shape == ids.shape]
+                scores = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.shape == ids.shape]
                 flat = (-1, ids.shape[-1])
                 weights = scores[0] if scores else torch.ones(ids.shape)
                 return as_array(ids.reshape(flat), np.int64), as_array(weights.reshape(flat), np.float32)
-        for logits in given:
+        for logits in tensors:
             if logits.shape[-1] == self.num_experts and self.top_k is not None:
                 weights, ids = logits.reshape(-1, self.num_experts).float().softmax(-1).topk(self.top_k, dim=-1)
                 return as_array(ids, np.int64), as_array(weights, np.float32)
@@ -144,14 +144,14 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
         for name, block in model.named_modules()
         for key, child in block.named_children()
     ]
-    found = [layer for layer in every if layer is not None]
-    if not found:
+    layers = [layer for layer in every if layer is not None]
+    if not layers:
         raise ConfigError(
             f"{type(model).__name__} has no experts that moelight knows: neither transformers' fused experts nor a "
             "ModuleList of them beside a router"
         )
-    _refuse(model, found)
-    return found
+    _refuse(model, layers)
+    return layers
 
 
 def _layer(name: str, block: nn.Module, child: nn.Module, config: Any) -> MoeLayer | None:
@@ -180,16 +180,16 @@ def _layer(name: str, block: nn.Module, child: nn.Module, config: Any) -> MoeLay
 
 
 def _fused(child: nn.Module, count: int) -> list[ExpertParameter]:
-    own = {key: value for key, value in child.named_parameters(recurse=False) if value.shape[:1] == (count,)}
-    pieces = _lay_out({key: value[0] for key, value in own.items()})
+    parameters = {key: value for key, value in child.named_parameters(recurse=False) if value.shape[:1] == (count,)}
+    pieces = _lay_out({key: value[0] for key, value in parameters.items()})
     return [
-        ExpertParameter(owner=child, key=piece.name, parameter=own[piece.name], piece=piece, expert=None)
+        ExpertParameter(owner=child, key=piece.name, parameter=parameters[piece.name], piece=piece, expert=None)
         for piece in pieces
     ]
 
 
 def _listed(experts: list[nn.Module]) -> list[ExpertParameter] | None:
-    shapes = [[(key, value.shape, value.dtype) for key, value in each.named_parameters()] for each in experts]
+    shapes = [[(key, value.shape, value.dtype) for key, value in module.named_parameters()] for module in experts]
     if not shapes[0] or any(other != shapes[0] for other in shapes):
         return None
     pieces, parameters = _lay_out(dict(experts[0].named_parameters())), []
@@ -214,11 +214,11 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "
 
 
 def _top_k(places: tuple[Any, ...], num_experts: int) -> int | None:
-    for place in places:
+    for owner in places:
         for name in _TOP_K:
-            found = getattr(place, name, None)
-            if isinstance(found, int) and 0 < found <= num_experts:
-                return found
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and 0 < value <= num_experts:
+                return value
     return None
 
 
@@ -238,11 +238,11 @@ def _refuse(model: nn.Module, layers: list[MoeLayer]) -> None:
         for key, value in module._parameters.items():
             if value is None:
                 continue
-            place = f"{name}.{key}".lstrip(".")
+            path = f"{name}.{key}".lstrip(".")
             cell = value.untyped_storage().data_ptr() or id(value)
             if cell in owners and any(value is held.parameter for layer in layers for held in layer.parameters):
-                raise ConfigError(f"{place} shares its memory with {owners[cell]}; attach moves experts of their own")
-            owners.setdefault(cell, place)
+                raise ConfigError(f"{path} shares its memory with {owners[cell]}; attach moves experts of their own")
+            owners.setdefault(cell, path)
     for layer in layers:
         _refuse_layer(layer)
     devices = sorted({str(layer.device) for layer in layers})

@@ -114,10 +114,10 @@ class MoELightLM(TemplateLM):
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> MoELightLM:
         """``arg_dict`` overrides the harness's additional configuration."""
-        given = {name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict
-        if "pretrained" not in given:
+        arguments = {name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict
+        if "pretrained" not in arguments:
             raise ConfigError("the model's arguments name no checkpoint: --model_args pretrained=PATH")
-        return cls(**given)
+        return cls(**arguments)
 
     def close(self) -> None:
         """Free the model, unless the caller owns the engine."""
@@ -281,12 +281,14 @@ class MoELightLM(TemplateLM):
             tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
         return str(postprocess_generated_text(self.tok_decode(tokens).lstrip(), list(until), None))
 
-    def _answers(self, requests: list[Request], answer: Callable[[Completion], _T], what: str, quiet: bool) -> list[_T]:
+    def _answers(
+        self, requests: list[Request], answer: Callable[[Completion], _T], label: str, quiet: bool
+    ) -> list[_T]:
         """The answers in order of ``index``; ``answer`` is called when a completion finishes."""
         if not requests:
             return []
         answers: dict[int, _T] = {}
-        with tqdm(total=len(requests), desc=what, disable=quiet) as bar:
+        with tqdm(total=len(requests), desc=label, disable=quiet) as bar:
             for completion in self._engine_for(requests).run(requests):
                 bar.update(1)
                 answers[completion.index] = answer(completion)
@@ -323,8 +325,8 @@ def _score(completion: Completion, continuation: Sequence[int]) -> tuple[float, 
     """Sum of the continuation's log-probabilities, and True if each of its tokens is the likeliest."""
     if completion.finish_reason == "error":
         raise InputError(str(completion.stop_reason), code=completion.error_code or "error")
-    found = cast("Sequence[Mapping[int, Any]]", completion.prompt_logprobs)[-len(continuation) :]
-    tokens = [scored[token] for scored, token in zip(found, continuation, strict=True)]
+    logprobs = cast("Sequence[Mapping[int, Any]]", completion.prompt_logprobs)[-len(continuation) :]
+    tokens = [scored[token] for scored, token in zip(logprobs, continuation, strict=True)]
     return sum(token.logprob for token in tokens), all(token.rank == 1 for token in tokens)
 
 

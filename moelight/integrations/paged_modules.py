@@ -43,13 +43,13 @@ class NotTrainable(torch.autograd.Function):
         raise UserError("experts under moelight.attach have no gradients; call detach() before training")
 
 
-def _not_trainable(found: Any, inputs: Tensor | None) -> Any:
-    """``found``, a tensor or a tuple that begins with one, under `NotTrainable` where a gradient would be computed."""
+def _not_trainable(output: Any, inputs: Tensor | None) -> Any:
+    """``output``, a tensor or a tuple that begins with one, under `NotTrainable` where a gradient would be computed."""
     if inputs is None or not (torch.is_grad_enabled() and inputs.requires_grad):
-        return found
-    if isinstance(found, tuple):
-        return NotTrainable.apply(found[0], inputs), *found[1:]
-    return NotTrainable.apply(found, inputs)
+        return output
+    if isinstance(output, tuple):
+        return NotTrainable.apply(output[0], inputs), *output[1:]
+    return NotTrainable.apply(output, inputs)
 
 
 class PagedExperts(ABC):
@@ -73,9 +73,9 @@ class PagedExperts(ABC):
         """Prefetch for later layers. The next layer's router is evaluated on this layer's hidden ``states`` [T, H] if
         the active predictor uses that."""
         number, coming = self.coming
-        found = coming.predicted(states) if self.pager.residency.predicts_experts else None
-        if found is not None:
-            self.pager.residency.expect(number, *found)
+        predicted = coming.predicted(states) if self.pager.residency.predicts_experts else None
+        if predicted is not None:
+            self.pager.residency.expect(number, *predicted)
         turn.look_ahead()
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -116,8 +116,8 @@ class PagedFusedExperts(PagedExperts):
             turn.need(as_array(ids, np.int64), as_array(weights, np.float32))
             self._look_ahead(turn, states)
             compute = self._one_by_one if way in ("eager", None) else self._together
-            found = compute(turn, states, ids, weights)
-        return _not_trainable(found, states)
+            output = compute(turn, states, ids, weights)
+        return _not_trainable(output, states)
 
     def _one_by_one(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The class's own loop looks up one expert after the other."""
@@ -164,8 +164,8 @@ class PagedFusedExperts(PagedExperts):
     def _stand_in(self, tensors: dict[str, Any], num_experts: int) -> nn.Module:
         """Copy of the experts' module with other tensors and number of experts."""
         stand_in = copy.copy(self.layer.experts)
-        kept = {name: value for name, value in self.layer.experts._parameters.items() if name not in tensors}
-        stand_in.__dict__.update(tensors, _parameters=kept, num_experts=num_experts)
+        others = {name: value for name, value in self.layer.experts._parameters.items() if name not in tensors}
+        stand_in.__dict__.update(tensors, _parameters=others, num_experts=num_experts)
         return stand_in
 
 
@@ -196,22 +196,22 @@ class PagedExpertList(PagedExperts):
     def _block_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def served(*args: Any, **kwargs: Any) -> Any:
             self._check()
-            inputs = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+            inputs = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
             with torch.no_grad(), self.pager.turn(self.number) as turn:
                 self._turn = turn
                 try:
-                    found = forward(*args, **kwargs)
+                    output = forward(*args, **kwargs)
                 finally:
                     self._turn = None
-            return _not_trainable(found, inputs)
+            return _not_trainable(output, inputs)
 
         return served
 
     def _routed(self, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         turn = self._turn
-        found = None if turn is None else self.layer.chosen(output)
-        if turn is not None and found is not None:
-            turn.need(*found)
+        chosen = None if turn is None else self.layer.chosen(output)
+        if turn is not None and chosen is not None:
+            turn.need(*chosen)
             self._look_ahead(turn, inputs[0].reshape(-1, inputs[0].shape[-1]))
 
     def _expert_forward(

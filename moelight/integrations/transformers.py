@@ -53,10 +53,10 @@ def restore_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
         wholes.append(held.parameter.data.new_empty(shape))
         for expert, tensor in held.parts(wholes[-1]):
             pending.append(store.start(Page(layer=number, expert=expert), [(held.piece.offset, bytes_of(tensor))]))
-    for each in pending:
-        each.wait()
-    for held, whole in zip(layer.parameters, wholes, strict=True):
-        held.parameter.data = whole
+    for transfer in pending:
+        transfer.wait()
+    for held, full_tensor in zip(layer.parameters, wholes, strict=True):
+        held.parameter.data = full_tensor
         held.owner._parameters[held.key] = held.parameter
 
 
@@ -77,22 +77,22 @@ def residency_of(policy: ExpertPolicy, model: nn.Module, layers: Sequence[MoeLay
         top_k=layers[0].top_k,
         expert_numbers=sum(math.prod(piece.shape) for piece in layers[0].pieces),
     )
-    known = None
+    profile = None
     if policy.cache.profile is not None:
-        known = load_profile(Path(policy.cache.profile), model=facts, num_layers=count, num_experts=experts)
+        profile = load_profile(Path(policy.cache.profile), model=facts, num_layers=count, num_experts=experts)
     values = [rule.action.value for rule in policy.adapt]
-    given = [policy.slots_of(value, count, experts, page_bytes) for value in values if isinstance(value, Capacity)]
-    most = max([policy.slots(count, experts, page_bytes), *given])
+    sizes = [policy.slots_of(value, count, experts, page_bytes) for value in values if isinstance(value, Capacity)]
+    max_slots = max([policy.slots(count, experts, page_bytes), *sizes])
     shape = ModelFacts(
         moe_layers=(True,) * count, num_experts=experts, top_k=layers[0].top_k, page_bytes=page_bytes, facts=facts
     )
-    return ResidencyManager(policy, shape, resident=None, profile=known, most_slots=most), most
+    return ResidencyManager(policy, shape, resident=None, profile=profile, most_slots=max_slots), max_slots
 
 
 def policy_for(layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, str]:
     """`DEFAULT_POLICY` with slots for twice a token's experts, or for the experts that ``batch`` tokens are expected to
     use, as far as free memory suffices, and the reason. Raises BudgetError if not one expert fits."""
-    each, experts = max(layer.top_k or 1 for layer in layers), sum(layer.num_experts for layer in layers)
+    top_k, experts = max(layer.top_k or 1 for layer in layers), sum(layer.num_experts for layer in layers)
     page_bytes, device = _slot_bytes(layers), layers[0].device
     free = available_bytes() if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
     free += sum(layer.num_experts * layer.page_bytes for layer in layers)
@@ -100,7 +100,7 @@ def policy_for(layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, st
     plan = plan_slots(
         layers=len(layers),
         num_experts=max(layer.num_experts for layer in layers),
-        active=each,
+        active=top_k,
         free_bytes=free,
         per_expert_bytes=page_bytes,
         reserve_bytes=reserve,
@@ -116,23 +116,23 @@ def policy_for(layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, st
     slots, rules = min(plan.slots, plan.recommended, experts), DEFAULT_POLICY
     strategy = rules.prefetch.strategy if all(layer.top_k is not None for layer in layers) else "previous"
     if plan.status is not Status.OK:
-        why = "as many as there is memory for"
+        reason = "as many as there is memory for"
     elif slots >= experts:
-        why, strategy = "all of them", "none"
+        reason, strategy = "all of them", "none"
     elif batch == 1:
-        why = f"twice the {each} of a token in each of {len(layers)} layers"
+        reason = f"twice the {top_k} of a token in each of {len(layers)} layers"
     else:
-        why = f"what {batch} tokens of {each} experts are expected to meet in each of {len(layers)} layers"
+        reason = f"what {batch} tokens of {top_k} experts are expected to meet in each of {len(layers)} layers"
     even = None if rules.per_layer is None or slots < len(layers) else replace(rules.per_layer, total_budget=slots)
     policy = replace(
         rules,
         name="auto",
         cache=replace(rules.cache, capacity=Capacity(value=slots)),
-        prefetch=replace(rules.prefetch, strategy=strategy, budget=each),
+        prefetch=replace(rules.prefetch, strategy=strategy, budget=top_k),
         per_layer=even,
     )
     return policy, (
-        f"room for {slots} of {experts} experts ({format_bytes(slots * page_bytes)}): {why}, with "
+        f"room for {slots} of {experts} experts ({format_bytes(slots * page_bytes)}): {reason}, with "
         f"{format_bytes(free)} free; {' | '.join(rules.cache.eviction)}, prefetch {strategy}"
     )
 
@@ -230,9 +230,9 @@ class Attachment:
     ) -> None:
         self.model, self.policy, self.reason = model, policy, reason
         layers = self._layers = moe_layers(model)
-        residency, most = residency_of(policy, model, layers)
+        residency, max_slots = residency_of(policy, model, layers)
         page_bytes = _slot_bytes(layers)
-        slots = _slots(most + STAGED, page_bytes, layers[0].device)
+        slots = _slots(max_slots + STAGED, page_bytes, layers[0].device)
         self._store = _store(home, directory, layers, page_bytes)
         self.pager = SlotPager(residency, self._store, slots)
         self.resident_bytes = slots.numel()
@@ -251,13 +251,13 @@ class Attachment:
                     offload_layer(self._store, number, layer)
                     undo.callback(restore_layer, self._store, number, layer)
             finally:
-                self._store.kept()
+                self._store.finish()
             if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
                 trim(0)  # glibc keeps freed allocations of less than 32 MiB; other C libraries do not
             undo.callback(self.pager.end)
-            for each in paged:
-                undo.enter_context(each.undo)
-                each.install()
+            for module in paged:
+                undo.enter_context(module.undo)
+                module.install()
             self.pager.begin()
             setattr(model, ATTACHMENT, self)
             undo.callback(delattr, model, ATTACHMENT)

@@ -1,4 +1,4 @@
-"""What lies between the two products of an expert, as numbers that every kernel takes. Imports torch alone."""
+"""Activations between the two products of an expert, as parameters that every kernel takes. Imports torch alone."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ SILU = Activation()
 NAMED = {"silu": SILU, "gelu_tanh": Activation("gelu_tanh"), "swiglu_oai": Activation("silu", 1.702, 7.0, 1.0)}
 
 
-def activation_of(given: object) -> Activation:
-    """``given``, or the one of its name in `NAMED`."""
-    found = NAMED.get(given) if isinstance(given, str) else given
-    if not isinstance(found, Activation):
-        raise ValueError(f"activation: must be an Activation or one of {', '.join(NAMED)}, is {given!r}")
-    return found
+def activation_of(activation: object) -> Activation:
+    """``activation``, or the one of its name in `NAMED`."""
+    resolved = NAMED.get(activation) if isinstance(activation, str) else activation
+    if not isinstance(resolved, Activation):
+        raise ValueError(f"activation: must be an Activation or one of {', '.join(NAMED)}, is {activation!r}")
+    return resolved

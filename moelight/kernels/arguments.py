@@ -77,10 +77,15 @@ def check_number(name: str, value: object, least: float = -math.inf) -> float:
     return value
 
 
-def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:
+def check_integer(name: str, value: object, least: int, maximum: int | None = None) -> int:
     """An integer within bounds."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < least
+        or (maximum is not None and value > maximum)
+    ):
+        bounds = f"at least {least}" if maximum is None else f"from {least} to {maximum}"
         raise ValueError(f"{name}: must be an integer {bounds}, is {value!r}")
     return value
 
@@ -90,8 +95,8 @@ def check_dense(name: str, value: object, device: torch.device | None = CPU) -> 
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: must be a tensor, is {type(value).__name__}")
     if value.layout != torch.strided or value.device.type == "meta" or device not in {None, value.device}:
-        place = "memory" if device is None else "CPU memory" if device == CPU else f"memory of {device}"
-        raise ValueError(f"{name}: must be a dense tensor in {place}")
+        memory = "memory" if device is None else "CPU memory" if device == CPU else f"memory of {device}"
+        raise ValueError(f"{name}: must be a dense tensor in {memory}")
     return value
 
 
@@ -116,7 +121,7 @@ def check_tensor(
         raise ValueError(f"{name}: must be {names}, is {str(value.dtype).removeprefix('torch.')}")
     if value.ndim != len(shape):
         raise ValueError(f"{name}: must have {len(shape)} dimensions, has shape {list(value.shape)}")
-    if any(size not in {None, found} for size, found in zip(shape, value.shape, strict=True)):
+    if any(size not in {None, actual} for size, actual in zip(shape, value.shape, strict=True)):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}: must have shape [{sizes}], has {list(value.shape)}")
     if not value.is_contiguous():
@@ -129,10 +134,10 @@ def check_tensor(
 
 def check_offsets(name: str, offsets: Tensor, last: int) -> list[int]:
     """The offsets, which rise from 0 to ``last``."""
-    found: list[int] = offsets.tolist()
-    if not found or found[0] != 0 or found[-1] != last or any(after < before for before, after in pairwise(found)):
-        raise ValueError(f"{name}: must rise from 0 to {last}, is {found}")
-    return found
+    values: list[int] = offsets.tolist()
+    if not values or values[0] != 0 or values[-1] != last or any(after < before for before, after in pairwise(values)):
+        raise ValueError(f"{name}: must rise from 0 to {last}, is {values}")
+    return values
 
 
 def check_indices(name: str, value: Tensor, end: int, *, least: int = 0) -> None:

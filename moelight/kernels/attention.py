@@ -230,10 +230,10 @@ def cpu_prefill_attention(
 
 
 def _check_filled(name: str, tensor: Tensor, dtypes: torch.dtype | tuple[torch.dtype, ...], shape: Shape) -> torch.Size:
-    found = check_tensor(name, tensor, dtypes, shape)
-    if 0 in found[1:]:
-        raise ValueError(f"{name}: is empty: shape {list(found)}")
-    return found
+    sizes = check_tensor(name, tensor, dtypes, shape)
+    if 0 in sizes[1:]:
+        raise ValueError(f"{name}: is empty: shape {list(sizes)}")
+    return sizes
 
 
 def _check_queries(q: Tensor, dtypes: torch.dtype | tuple[torch.dtype, ...], kv_heads: int, head_dim: int) -> None:
@@ -334,7 +334,7 @@ def _check_prefill(
         shape = _check_filled("k_cache", k_cache, dtype, (None, kv_heads, None, head_dim))
         check_tensor("v_cache", v_cache, dtype, shape)
         _check_optional(
-            *((name, each, torch.float32, shape[:3]) for name, each in (("k_scale", k_scale), ("v_scale", v_scale)))
+            *((name, factor, torch.float32, shape[:3]) for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)))
         )
         idle = [s for s, (first, last) in enumerate(pairwise(bounds)) if first == last]
         earlier = None if window is None else window - 1

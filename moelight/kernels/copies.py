@@ -28,10 +28,10 @@ def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
     dst.copy_(src)
 
 
-def pinned(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """``numbers`` in host memory from which a copy to ``device`` is asynchronous: page-locked, unless it is the CPU.
+def pinned(array: np.ndarray, device: torch.device) -> Tensor:
+    """``array`` in host memory from which a copy to ``device`` is asynchronous: page-locked, unless it is the CPU.
 
     It may be freed while copies from it are under way: torch reuses page-locked memory only after them.
     """
-    host = torch.from_numpy(numbers)
+    host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory()

@@ -53,10 +53,10 @@ def cpu_causal_conv(
             check_tensor("out", out, x.dtype, (rows, channels))
         bounds = _checked(states, starts, rows, x.dtype, (taps - 1, channels))
         return stored(reference.causal_conv(x, weight, bias, states, bounds, silu=silu), out)
-    given, added = lend(x=x, weight=weight), lend_given(bias=bias)
+    lent, added = lend(x=x, weight=weight), lend_given(bias=bias)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
-    extension.causal_conv(*given, *added, _lent(states), *lend(starts=starts), silu, *lend(out=out), threads)
+    extension.causal_conv(*lent, *added, _lent(states), *lend(starts=starts), silu, *lend(out=out), threads)
     return out
 
 
@@ -98,15 +98,15 @@ def cpu_delta_rule(
             check_tensor("out", out, q.dtype, (rows, heads, value_dim))
         bounds = _checked(states, starts, rows, torch.float32, (heads, key_dim, value_dim))
         return stored(reference.delta_rule(q, k, v, decay, beta, states, bounds), out)
-    given = lend(q=q, k=k, v=v, decay=decay, beta=beta)
+    lent = lend(q=q, k=k, v=v, decay=decay, beta=beta)
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype)
-    extension.delta_rule(*given, _lent(states), *lend(starts=starts, out=out), threads)
+    extension.delta_rule(*lent, _lent(states), *lend(starts=starts, out=out), threads)
     return out
 
 
 def _lent(states: Sequence[Tensor]) -> list[object]:
-    return [as_dlpack("states", each) for each in states]
+    return [as_dlpack("states", state) for state in states]
 
 
 def _checked(
@@ -116,8 +116,8 @@ def _checked(
     bounds = check_offsets("starts", starts, rows)
     if len(states) != len(bounds) - 1:
         raise ValueError(f"states: must be {len(bounds) - 1}, one a sequence, are {len(states)}")
-    for each in states:
-        check_tensor("states", each, dtype, shape, gap=False)
-    if len({each.data_ptr() for each in states}) < len(states) and shape[0]:
+    for state in states:
+        check_tensor("states", state, dtype, shape, gap=False)
+    if len({state.data_ptr() for state in states}) < len(states) and shape[0]:
         raise ValueError("states: two sequences have the same one")
     return bounds

@@ -202,20 +202,20 @@ def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor, activatio
     ``up`` share one format, and those of ``down``, which the ``activations`` of their side can multiply."""
     check_tensor("offsets", offsets, torch.int32, (None,))
     busy = (offsets.diff() > 0).tolist()
-    found: list[Any] = []
+    stand_ins: list[Any] = []
     forms: set[object] = set()
-    for name, each in weights.items():
-        check_integers(name, activations[name == "down"], *(each if isinstance(each, (list, tuple)) else ()))
-        if not isinstance(each, (list, tuple)) or not any(isinstance(weight, Matrix) for weight in each):
-            found.append(each)
+    for name, matrices in weights.items():
+        check_integers(name, activations[name == "down"], *(matrices if isinstance(matrices, (list, tuple)) else ()))
+        if not isinstance(matrices, (list, tuple)) or not any(isinstance(weight, Matrix) for weight in matrices):
+            stand_ins.append(matrices)
             continue
-        some = [weight if here else None for weight, here in zip(each, busy, strict=False)]
+        some = [weight if here else None for weight, here in zip(matrices, busy, strict=False)]
         forms = forms if name == "up" else set()
         forms |= {w.stored if isinstance(w, Matrix) else None for w in some if w is not None}
         if len(forms) > 1:
             raise ValueError(f"{name}: its matrices must have one format")
-        found.append([_stand_in(name, w) for w in some] + [None] * (len(each) - len(some)))
-    return found
+        stand_ins.append([_stand_in(name, w) for w in some] + [None] * (len(matrices) - len(some)))
+    return stand_ins
 
 
 def _rows(name: str, tensor: object) -> int:
@@ -236,9 +236,9 @@ def export(name: str, tensors: Weights) -> list[object]:
 def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype | Format, **sizes: object) -> tuple[int, int]:
     """Check the sizes of a workspace; return the extension's numbers of the dtypes of tokens and weights."""
     quantized = isinstance(weight_dtype, Format)
-    for name, given, allowed in (("dtype", dtype, FLOATS), ("weight_dtype", weight_dtype, FLOATS)):
-        if given not in allowed and not (name == "weight_dtype" and quantized):
-            raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, is {given}")
+    for name, value, allowed in (("dtype", dtype, FLOATS), ("weight_dtype", weight_dtype, FLOATS)):
+        if value not in allowed and not (name == "weight_dtype" and quantized):
+            raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, is {value}")
     for name, size in sizes.items():
         arguments.check_integer(name, size, 0 if name == "tokens" else 1, (1 << 31) - 1)
     return FLOATS.index(dtype), len(FLOATS) if isinstance(weight_dtype, Format) else FLOATS.index(weight_dtype)
@@ -261,7 +261,7 @@ def _check_experts(
     busy = [expert for expert, (first, last) in enumerate(pairwise(cuts)) if last > first]
     if out is not None:
         check_tensor("out", out, x.dtype, x.shape)
-    lists = {"gate_up": gate_up, "down": down} | {name: each for name, each in optional.items() if each is not None}
+    lists = {"gate_up": gate_up, "down": down} | {name: value for name, value in optional.items() if value is not None}
     for name, tensors in lists.items():
         if not isinstance(tensors, (list, tuple)):
             raise ValueError(f"{name}: must be a list with one tensor per expert, is {type(tensors).__name__}")

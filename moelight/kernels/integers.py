@@ -30,8 +30,8 @@ def check_integers(name: str, activations: str, *weights: object) -> None:
             continue
         if not isinstance(weight, Matrix):
             raise ValueError(f"{name}: int8 activations need quantised matrices")
-        if (why := no_integers(weight)) is not None:
-            raise ValueError(f"{name}: {why}")
+        if (reason := no_integers(weight)) is not None:
+            raise ValueError(f"{name}: {reason}")
 
 
 def is_rounded(activations: str) -> bool:
@@ -43,11 +43,11 @@ def is_rounded(activations: str) -> bool:
 
 def no_integers(weight: Matrix[Tensor]) -> str | None:
     """The reason why ``weight`` is no matrix of whole numbers times scales, or None."""
-    why = weight.stored.int8_reason
-    order = weight.tensors[weight.stored.names[3]] if why is None and weight.stored.order else None
+    reason = weight.stored.int8_reason
+    order = weight.tensors[weight.stored.names[3]] if reason is None and weight.stored.order else None
     if order is not None and not torch.equal(order.long(), group_of(weight.stored, weight.columns, order.device)):
-        why = "int8 activations need columns in the order of their groups"
-    return why
+        reason = "int8 activations need columns in the order of their groups"
+    return reason
 
 
 def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -64,30 +64,30 @@ def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     lost, small = ~largest.isfinite(), largest < _LEAST_MAGNITUDE
     factors[lost | small] = 0
     scales[small], scales[lost] = 0, torch.nan
-    numbers = torch.where((lost | small).unsqueeze(-1), 0, parts * factors.unsqueeze(-1))
-    return numbers.round().int(), scales
+    values = torch.where((lost | small).unsqueeze(-1), 0, parts * factors.unsqueeze(-1))
+    return values.round().int(), scales
 
 
 def integer_product(x: Tensor, matrix: Matrix[Tensor]) -> Tensor:
     """x [T, C] times ``matrix`` [R, C] -> float32 [T, R]."""
-    found = whole_numbers(matrix)
-    numbers, token_scales = round_tokens(x, found.group)
+    integers = whole_numbers(matrix)
+    values, token_scales = round_tokens(x, integers.group)
     rows, columns = matrix.shape
-    padded = torch.zeros(rows, numbers.shape[1] * found.group, dtype=torch.int32, device=x.device)
-    padded[:, :columns] = found.whole
+    padded = torch.zeros(rows, values.shape[1] * integers.group, dtype=torch.int32, device=x.device)
+    padded[:, :columns] = integers.values
     # whole numbers are exact in float64
-    tokens, codes = (each.reshape(len(each), -1, found.part).double() for each in (numbers, padded))
-    sums, parts = torch.zeros(len(x), rows, device=x.device), found.group // found.part
+    tokens, codes = (tensor.reshape(len(tensor), -1, integers.part).double() for tensor in (values, padded))
+    sums, parts = torch.zeros(len(x), rows, device=x.device), integers.group // integers.part
     for g in range(token_scales.shape[1]):
         exact, low = torch.zeros((2, len(x), rows), dtype=torch.float64, device=x.device)
         for p in range(g * parts, (g + 1) * parts):
             product = tokens[:, p] @ codes[:, p].t()
-            exact += product if found.steps is None else product * found.steps[:, p]
-            if found.lows is not None:
-                low += tokens[:, p].sum(-1, keepdim=True) * found.lows[:, p]
-        value = exact.float() * found.scales[:, g]
-        if found.least is not None:
-            value = value - low.float() * found.least[:, g]
+            exact += product if integers.steps is None else product * integers.steps[:, p]
+            if integers.lows is not None:
+                low += tokens[:, p].sum(-1, keepdim=True) * integers.lows[:, p]
+        value = exact.float() * integers.scales[:, g]
+        if integers.least is not None:
+            value = value - low.float() * integers.least[:, g]
         sums = sums + value * token_scales[:, g, None]
     return sums
 

@@ -71,7 +71,7 @@ class BoundExperts:
     ) -> None:
         """Raises ValueError where `cpu_expert_ffn` does, and without the extension."""
         biases = {"gate_up_bias": gate_up_bias, "up_bias": up_bias, "down_bias": down_bias}
-        rest = [None if each is None else export(name, each) for name, each in biases.items()]
+        rest = [None if bias is None else export(name, bias) for name, bias in biases.items()]
         by = (activation.curve, activation.alpha, activation.limit, activation.shift, activation.late)
         pairing = "interleaved" if interleaved else "joined" if activation.gated else "ungated"
         second = None if up is None else export("up", up)
@@ -111,19 +111,19 @@ class DecoderLayer:
         o_bias: Tensor | None = None,
     ) -> None:
         first, rest = lend(input_norm=input_norm, qkv=qkv), lend(post_norm=post_norm, router=router)
-        given = lend_given(qkv_bias=qkv_bias, q_norm=q_norm, k_norm=k_norm)
+        lent = lend_given(qkv_bias=qkv_bias, q_norm=q_norm, k_norm=k_norm)
         out = [as_dlpack("o", o), *lend_given(o_bias=o_bias)]
         eps = arguments.check_number("eps", eps, 0)
         how = (eps, head_dim, top_k, bool(normalize), bool(round_weights))
-        self.native = _extension().DecoderLayer(*first, *given, *out, *rest, *how)
+        self.native = _extension().DecoderLayer(*first, *lent, *out, *rest, *how)
         self._rows, self._head_dim, self.top_k = qkv.shape[0], head_dim, top_k
 
     def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor, *, threads: int | None = None) -> Tensor:
         """hidden [T, H], cos and sin [T, D] as for `cpu_rotate` -> [T, Hq + 2 Hkv, D]: normed, multiplied, queries and
         keys normed and rotated."""
         qkv = RESULTS.empty((hidden.shape[0], self._rows), hidden.dtype)
-        given = lend(hidden=hidden, cos=cos, sin=sin, qkv=qkv)
-        self.native.before_attention(*given, arguments.check_threads(threads))
+        lent = lend(hidden=hidden, cos=cos, sin=sin, qkv=qkv)
+        self.native.before_attention(*lent, arguments.check_threads(threads))
         return qkv.view(len(qkv), -1, self._head_dim)
 
     def after_attention(
@@ -137,8 +137,8 @@ class DecoderLayer:
     ) -> None:
         """hidden [T, H] += o(attention [T, Hq D]), then += the experts of its norm; in place. ``rows`` [T top_k, H] is
         memory to work in; None: allocated."""
-        given, room = lend(hidden=hidden, attention=attention), _room(hidden, self.top_k, rows)
-        self.native.after_attention(*given, experts.native, room, arguments.check_threads(threads))
+        lent, room = lend(hidden=hidden, attention=attention), _room(hidden, self.top_k, rows)
+        self.native.after_attention(*lent, experts.native, room, arguments.check_threads(threads))
 
 
 def decode_layers(
@@ -166,10 +166,14 @@ def decode_layers(
     """
     if not len(layers) == len(caches) == len(experts):
         raise ValueError(f"layers: are {len(layers)}, with {len(caches)} caches and {len(experts)} groups of experts")
-    given = lend(hidden=hidden, cos=cos, sin=sin, block_tables=block_tables, seq_lens=seq_lens)
-    room = _room(hidden, max((each.top_k for each in layers), default=0), rows)
-    bound = [each.native for each in layers], [each.native for each in caches], [each.native for each in experts]
-    _extension().decode_layers(*bound, *given, room, arguments.check_threads(threads))
+    lent = lend(hidden=hidden, cos=cos, sin=sin, block_tables=block_tables, seq_lens=seq_lens)
+    room = _room(hidden, max((layer.top_k for layer in layers), default=0), rows)
+    bound = (
+        [expert.native for expert in layers],
+        [expert.native for expert in caches],
+        [expert.native for expert in experts],
+    )
+    _extension().decode_layers(*bound, *lent, room, arguments.check_threads(threads))
 
 
 def _room(hidden: Tensor, top_k: int, rows: Tensor | None) -> object:

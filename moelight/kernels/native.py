@@ -35,7 +35,7 @@ def _installed() -> bool:
 
 
 def remedy() -> str:
-    """What gives this process native kernels, in one clause; nothing is missing where `available` is true."""
+    """Describe how to get native kernels in this process, in one clause; unused where `available` is true."""
     if not _installed():
         return "run the installation again (pip install . in the source directory of moelight, or make demo)"
     compiler = next((name for name in _COMPILERS if shutil.which(name) is not None), None)
@@ -151,8 +151,8 @@ def serving() -> list[Serving]:
     reasons = dict.fromkeys(NATIVE_OPERATIONS, reason())
     if units is not None:
         reasons |= dict.fromkeys(operations, f"{reason()}; {units}")
-    found = [Serving(operation=name, implementation=implementation, reason=why) for name, why in reasons.items()]
-    return [*found, Serving(operation=INT8_ACTIVATIONS, implementation=implementation, reason=_int8_reason())]
+    rows = [Serving(operation=name, implementation=implementation, reason=reason) for name, reason in reasons.items()]
+    return [*rows, Serving(operation=INT8_ACTIVATIONS, implementation=implementation, reason=_int8_reason())]
 
 
 def _int8_reason() -> str:

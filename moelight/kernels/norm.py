@@ -60,10 +60,10 @@ def rms_norm_mixed(
         return _norm_in_triton(x, weight, arguments.check_number("eps", eps, 0), add, out, once=True, finite=finite)
     if add is not None:
         x += add
-    found = stored(_norm_once(x, weight, eps, dtype), out)
+    result = stored(_norm_once(x, weight, eps, dtype), out)
     if finite is not None:
-        finite += found.sum(dtype=torch.float32)
-    return found
+        finite += result.sum(dtype=torch.float32)
+    return result
 
 
 def finish_heads(
@@ -140,10 +140,10 @@ def _norm_in_triton(
         return out
     added, padded = x if add is None else add, 1 << (width - 1).bit_length()
     watch = out if finite is None else finite
-    given = (x, added, weight, out, watch, width, x.stride(0), added.stride(0), out.stride(0), eps)
+    arguments = (x, added, weight, out, watch, width, x.stride(0), added.stride(0), out.stride(0), eps)
     flags = {"ADD": add is not None, "ONCE": once, "WATCHED": finite is not None, "BY_HAND": by_hand(out)}
     with on_device(x.device):
-        rows_triton.rms_norm[(rows,)](*given, **flags, PADDED=padded, **launch_options(padded))
+        rows_triton.rms_norm[(rows,)](*arguments, **flags, PADDED=padded, **launch_options(padded))
     return out
 
 
@@ -176,11 +176,11 @@ def _finish_in_triton(
     padded = 1 << (size // 2 - 1).bit_length()
     block = max(1, min(_HEAD_NUMBERS // padded, 1 << (heads - 1).bit_length()))
     limit = 0.0 if clip is None else _rounded(clip, qkv.dtype)
-    given = (qkv, cos, sin, *weights, heads, queries, rotated, size, qkv.stride(0), size, limit, eps)
+    arguments = (qkv, cos, sin, *weights, heads, queries, rotated, size, qkv.stride(0), size, limit, eps)
     constants = {"CLIP": clip is not None, "NORM": norms is not None, "MIXED": mixed, "BY_HAND": by_hand(qkv)}
     with on_device(qkv.device):
         rows_triton.finish_heads[(tokens, 1 if mixed else -(-heads // block))](
-            *given, **constants, BH=block, PADDED=padded, **launch_options(2 * block * padded)
+            *arguments, **constants, BH=block, PADDED=padded, **launch_options(2 * block * padded)
         )
 
 
@@ -190,9 +190,9 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return torch.tensor(number, dtype=dtype).item()
 
 
-def launch_options(numbers: int) -> dict[str, Any]:
-    """Warps of a program over ``numbers``; sums and products are rounded apart, as torch rounds them."""
-    return {"num_warps": max(1, min(16, numbers // 512)), "enable_fp_fusion": False}
+def launch_options(count: int) -> dict[str, Any]:
+    """Warps of a program over ``count``; sums and products are rounded apart, as torch rounds them."""
+    return {"num_warps": max(1, min(16, count // 512)), "enable_fp_fusion": False}
 
 
 def cpu_rms_norm(

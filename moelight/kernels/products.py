@@ -36,7 +36,7 @@ _SLAB_NUMBERS = SLAB_BYTES // 4
 
 def padded_rows(rows: int) -> int:
     """Smallest row count on the grid that is at least ``rows``; at most 7 above it up to 256 rows, 31 beyond."""
-    step = next((step for most, step in _STEPS if rows <= most), _COARSEST)
+    step = next((step for limit, step in _STEPS if rows <= limit), _COARSEST)
     return -(-rows // step) * step
 
 
@@ -130,7 +130,9 @@ def feed_forward_stored(x: Tensor, gate_up: Tensor | StackedMatrix, down: Tensor
     """`feed_forward` on the CPU by matrices of which at least one is kept as stored; gate and up are parts then."""
     gate, *up = gate_up.parts if isinstance(gate_up, StackedMatrix) else (gate_up,)
     (narrow,) = down.parts if isinstance(down, StackedMatrix) else (down,)
-    inward, outward = (each.activations[0] if isinstance(each, StackedMatrix) else "auto" for each in (gate_up, down))
+    inward, outward = (
+        weight.activations[0] if isinstance(weight, StackedMatrix) else "auto" for weight in (gate_up, down)
+    )
     offsets = torch.tensor((0, x.shape[0]), dtype=torch.int32)
     return cpu_expert_ffn(x, (gate,), (narrow,), offsets, up=up or None, activations=(inward, outward))
 
@@ -144,8 +146,8 @@ def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace, *, 
     """
     rows, width, mixed = x.shape[0], down.shape[1], space.rows.dtype != x.dtype
     if native.on_cpu(x) and native.available():
-        given = x.float() if mixed else x
-        return cpu_expert_ffn(given, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))
+        inputs = x.float() if mixed else x
+        return cpu_expert_ffn(inputs, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))
     if wide or (mixed and native.on_cpu(x)) or _widens(x):
         return _feed_forward_widened(x, gate_up, down, space)
     if mixed:

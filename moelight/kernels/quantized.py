@@ -38,10 +38,10 @@ class StackedMatrix:
     def rows(self, places: Tensor, out: Tensor) -> Tensor:
         """The numbers of rows ``places`` (int64 [n]) of its only part, whose stored rows are by themselves -> ``out``
         [n, C]."""
-        (whole,) = self.parts
-        steps = {suffix: whole.stored.rows_of_line(suffix) for suffix in whole.tensors}
-        chosen = {suffix: part[places] if steps[suffix] else part for suffix, part in whole.tensors.items()}
-        some = Matrix(stored=whole.stored, rows=len(places), columns=whole.columns, tensors=chosen)
+        (stacked,) = self.parts
+        steps = {suffix: stacked.stored.rows_of_line(suffix) for suffix in stacked.tensors}
+        chosen = {suffix: part[places] if steps[suffix] else part for suffix, part in stacked.tensors.items()}
+        some = Matrix(stored=stacked.stored, rows=len(places), columns=stacked.columns, tensors=chosen)
         return cpu_dequantize(some, out.dtype, out=out)
 
 
@@ -69,27 +69,27 @@ def cpu_dequantize(
     if out is not None:
         check_tensor("out", out, dtype, matrix.shape)
     if extension is None or not matrix.stored.is_quantised:
-        numbers = dense_values(parts_checked("matrix", matrix), dtype)
-        return numbers if out is None else out.copy_(numbers)
+        values = dense_values(parts_checked("matrix", matrix), dtype)
+        return values if out is None else out.copy_(values)
     out = torch.empty(matrix.shape, dtype=dtype) if out is None else out
     extension.dequantize(lend_matrix("matrix", matrix), *lend(out=out), threads)
     return out
 
 
 def lend_matrix(name: str, matrix: Matrix[Tensor]) -> object:
-    """What the extension takes for ``matrix``, whose parts it checks: format and sizes, and DLPack capsules of codes,
-    scales, zero points and order; of plain numbers the capsule alone."""
+    """Check the parts of ``matrix`` and return the extension's arguments for it: format and sizes, and DLPack capsules
+    of codes, scales, zero points and order; of plain numbers the capsule alone."""
     form, parts = matrix.stored, matrix.tensors
     if not form.is_quantised:
         return as_dlpack(name, parts_checked(name, matrix).tensors[form.names[0]])
     lent: list[object] = [None] * 4
     needed = (True, True, form.zero_points, form.order)
-    for place, suffix in enumerate(form.names):
-        if not needed[place]:
+    for index, suffix in enumerate(form.names):
+        if not needed[index]:
             continue
         if suffix not in parts:
             raise ValueError(f"{name}: its part {suffix} is missing")
-        lent[place] = as_dlpack(name, parts[suffix])
+        lent[index] = as_dlpack(name, parts[suffix])
     return (
         form.native_name,
         form.bits,
@@ -112,9 +112,9 @@ def parts_checked(name: str, matrix: Matrix[Tensor], device: torch.device | None
     for part in parts:
         if part.suffix not in matrix.stored.names:
             continue
-        found = arguments.check_dense(name, matrix.tensors.get(part.suffix), device)
-        if not found.is_contiguous() or found.numel() != math.prod(part.shape):
-            shape = f"contiguous {list(part.shape)}, is {list(found.shape)}"
+        tensor = arguments.check_dense(name, matrix.tensors.get(part.suffix), device)
+        if not tensor.is_contiguous() or tensor.numel() != math.prod(part.shape):
+            shape = f"contiguous {list(part.shape)}, is {list(tensor.shape)}"
             raise ValueError(f"{name}: its part {part.suffix} must be {shape}")
     return matrix
 
@@ -133,9 +133,9 @@ def row_blocks(
     rows: int,
     columns: int,
     *,
-    most: int = DEQUANTISED_ROWS,
+    max_rows: int = DEQUANTISED_ROWS,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[int, Tensor]]:
-    """``(first row, numbers [at most ``most``, C])`` over all rows."""
-    for begin in range(0, rows, most):
-        yield begin, unpack(stored, parts, begin, min(rows, begin + most), columns, dtype)
+    """``(first row, numbers [at most ``max_rows``, C])`` over all rows."""
+    for begin in range(0, rows, max_rows):
+        yield begin, unpack(stored, parts, begin, min(rows, begin + max_rows), columns, dtype)

@@ -249,13 +249,13 @@ class FileReader(AbstractContextManager["FileReader"]):
         """Submit ``parts`` to be read; raises ValueError for a file that was not opened, a wrong offset or memory."""
         if self._closed:
             raise ValueError("reader: is closed")
-        found = tuple(self._check(part) for part in parts)
-        if not found:
+        checked = tuple(self._check(part) for part in parts)
+        if not checked:
             raise ValueError("parts: must be at least one")
-        files, offsets = [self._index[part.file] for part in found], [part.offset for part in found]
-        dests = [self._export("dest", part.dest) for part in found]
-        tables = [part.table for part in found]
-        ticket = ReadTicket(found, self._reader.submit(files, offsets, dests, tables, None))
+        files, offsets = [self._index[part.file] for part in checked], [part.offset for part in checked]
+        dests = [self._export("dest", part.dest) for part in checked]
+        tables = [part.table for part in checked]
+        ticket = ReadTicket(checked, self._reader.submit(files, offsets, dests, tables, None))
         with self._turn:
             self._running = [other for other in self._running if not other._over()]
             self._running.append(ticket)

@@ -56,13 +56,13 @@ def delta_rule(
 ) -> Tensor:
     """`cpu_delta_rule`: q and k [T, Hk, Dk], v [T, H, Dv], decay [T, H, 1 or Dk], beta [T, H], states [H, Dk, Dv] each
     -> [T, H, Dv]."""
-    each = v.shape[1] // q.shape[1]
-    query, key = (_unit(_wide(x)).repeat_interleave(each, dim=1) for x in (q, k))
-    query, value, kept = query * q.shape[2] ** -0.5, _wide(v), decay.exp().unsqueeze(-1)  # kept [T, H, 1 or Dk, 1]
+    repeats = v.shape[1] // q.shape[1]
+    query, key = (_unit(_wide(x)).repeat_interleave(repeats, dim=1) for x in (q, k))
+    query, value, retention = query * q.shape[2] ** -0.5, _wide(v), decay.exp().unsqueeze(-1)  # kept [T, H, 1 or Dk, 1]
     out = torch.empty_like(value)
     for (first, last), state in zip(pairwise(starts), states, strict=True):
         for t in range(first, last):
-            state.mul_(kept[t])
+            state.mul_(retention[t])
             change = (value[t] - torch.einsum("hkv,hk->hv", state, key[t])) * beta[t, :, None]
             state.add_(key[t].unsqueeze(2) * change.unsqueeze(1))
             out[t] = torch.einsum("hkv,hk->hv", state, query[t])
@@ -190,8 +190,8 @@ def prefill_attention(
         if cache is not None and context > 0 and last > first:
             begin = 0 if window is None else max(0, context - window + 1)
             earlier = [
-                paged_rows(each, cache[2][s], begin, context, scales).to(q.dtype)
-                for each, scales in ((cache[0], k_scale), (cache[1], v_scale))
+                paged_rows(tensor, cache[2][s], begin, context, scales).to(q.dtype)
+                for tensor, scales in ((cache[0], k_scale), (cache[1], v_scale))
             ]
             keys, values = torch.cat((earlier[0], keys)), torch.cat((earlier[1], values))
             context -= begin  # positions count from the first one that any row attends to
@@ -276,9 +276,9 @@ def _product(
     if activations == INT8 and isinstance(weight, Matrix):
         sums = integer_product(x, weight)
         return sums if bias is None else sums + bias.float()
-    numbers = _wide(dense_values(weight, x.dtype))
-    wide = torch.promote_types(x.dtype, numbers.dtype)
-    return functional.linear(x.to(wide), numbers.to(wide), None if bias is None else bias.to(wide))
+    values = _wide(dense_values(weight, x.dtype))
+    wide = torch.promote_types(x.dtype, values.dtype)
+    return functional.linear(x.to(wide), values.to(wide), None if bias is None else bias.to(wide))
 
 
 def expert_ffn(
@@ -305,12 +305,12 @@ def expert_ffn(
             None if tensors is None else tensors[e] for tensors in (gate_up_bias, up_bias, down_bias)
         )
         rows = x[first:last]
-        given = [_product(rows, wide, first_bias, activations[0])]
+        projected = [_product(rows, wide, first_bias, activations[0])]
         if up is not None and (second := up[e]) is not None:
-            given.append(_product(rows, second, second_bias, activations[0]))
+            projected.append(_product(rows, second, second_bias, activations[0]))
         elif activation.gated:
-            given = list(gate_and_up(given[0], interleaved=interleaved))
-        inner = activation(*given).to(x.dtype)
+            projected = list(gate_and_up(projected[0], interleaved=interleaved))
+        inner = activation(*projected).to(x.dtype)
         out[first:last] = linear(inner, narrow, bias, activations=activations[1])
     return out
 

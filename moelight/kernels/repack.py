@@ -42,8 +42,8 @@ def turn(part: Tensor, table: RepackTable) -> None:
     cells, lines, width, _, bits, _ = table
     if cells not in _TORCH or bits:
         raise RuntimeError(f"tables of packed codes are turned by the extension only: {native.reason()}")
-    numbers = part.view(_TORCH[cells])
-    numbers.copy_(numbers.view(lines, width).t().flatten())
+    values = part.view(_TORCH[cells])
+    values.copy_(values.view(lines, width).t().flatten())
 
 
 def repacked(matrix: Matrix[Tensor]) -> Matrix[Tensor]:

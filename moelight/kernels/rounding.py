@@ -85,12 +85,12 @@ def _least_error(stored: Format, grouped: Tensor, usual: Tensor, importance: Ten
     for share in SHARES:
         scale = torch.where(usual == 1, usual, (usual.float() * share).to(usual.dtype))
         scale = torch.where(scale == 0, usual, scale)
-        numbers = scale.float().unsqueeze(-1)
-        torch.div(grouped, numbers, out=error)
-        error.clamp_(-half, half - 1).round_().mul_(numbers).sub_(grouped).square_().mul_(importance)
-        found = error.sum(-1)
-        better = found < least
-        best, least = torch.where(better, scale, best), torch.where(better, found, least)
+        factors = scale.float().unsqueeze(-1)
+        torch.div(grouped, factors, out=error)
+        error.clamp_(-half, half - 1).round_().mul_(factors).sub_(grouped).square_().mul_(importance)
+        errors = error.sum(-1)
+        better = errors < least
+        best, least = torch.where(better, scale, best), torch.where(better, errors, least)
     return best
 
 
@@ -110,9 +110,9 @@ def _compensated(stored: Format, weight: Tensor, scales: Tensor, inputs: Tensor)
         errors = torch.empty(len(left), end - begin)
         for column in range(begin, end):
             scale, wanted = scales[:, group_of[column]], left[:, column].clone()
-            found = (wanted / scale).round_().clamp_(-half, half - 1).mul_(scale)
-            error = errors[:, column - begin] = (wanted - found) / factor[column, column]
-            left[:, column] = found
+            rounded = (wanted / scale).round_().clamp_(-half, half - 1).mul_(scale)
+            error = errors[:, column - begin] = (wanted - rounded) / factor[column, column]
+            left[:, column] = rounded
             left[:, column + 1 : end].addr_(error, factor[column, column + 1 : end], alpha=-1)
         left[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
     return torch.empty_like(weight).index_copy_(1, order, left)

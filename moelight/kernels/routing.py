@@ -79,14 +79,14 @@ def cpu_sort_by_expert(ids: Tensor, experts: int) -> SortedRows:
     if extension is None:
         arguments.check_indices("ids", ids, experts)
         return SortedRows(*reference.sort_by_expert(ids, experts))
-    found = SortedRows(
+    result = SortedRows(
         order=torch.empty(rows, dtype=torch.int32),
         token=torch.empty(rows, dtype=torch.int32),
         position=torch.empty(tokens, top_k, dtype=torch.int32),
         offsets=torch.empty(experts + 1, dtype=torch.int32),
     )
-    extension.sort_by_expert(lent_ids, experts, *lend(**found._asdict()))
-    return found
+    extension.sort_by_expert(lent_ids, experts, *lend(**result._asdict()))
+    return result
 
 
 def cpu_gather_rows(

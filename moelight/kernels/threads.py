@@ -27,7 +27,7 @@ _caller = _Caller()
 
 
 def kernel_threads() -> int:
-    """How many threads the kernels take that the calling thread calls."""
+    """Return the number of threads that kernels use when they are called from this thread."""
     return _caller.kernels or torch.get_num_threads()
 
 
@@ -40,12 +40,12 @@ def one_thread_for_torch() -> Iterator[None]:
     would have one thread for ever; `torch.get_num_threads` is such an operation.
     """
     before, _caller.kernels = _caller.kernels, kernel_threads()
-    own = torch.get_num_threads()
+    count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(own)
+        torch.set_num_threads(count)
         _caller.kernels = before
 
 
@@ -61,9 +61,9 @@ class ThreadTeam:
             raise ValueError(f"threads: must be a positive integer, is {threads!r}")
         if places and len(places) != threads:
             raise ValueError(f"places: must be one for each of the {threads} threads, are {len(places)}")
-        if any(not place or min(place) < 0 for place in places):
+        if any(not cores or min(cores) < 0 for cores in places):
             raise ValueError("places: each must name processors, by numbers from 0 on")
-        self.threads, self.places = threads, tuple(tuple(place) for place in places)
+        self.threads, self.places = threads, tuple(tuple(cores) for cores in places)
         self._extension = native.extension()
         self._team: Any = None if self._extension is None else self._extension.make_team(threads, self.places)
 
@@ -83,7 +83,7 @@ class ThreadTeam:
         """Bind the calling thread to the team's places from now on: for a thread that ends with its lane."""
         if self.places and hasattr(os, "sched_setaffinity"):
             with suppress(OSError):  # none of the processors is allowed any more
-                os.sched_setaffinity(0, {processor for place in self.places for processor in place})
+                os.sched_setaffinity(0, {processor for cores in self.places for processor in cores})
 
     def close(self) -> None:
         """End the threads. Later calls with the team run on their caller alone."""

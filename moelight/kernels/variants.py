@@ -28,11 +28,11 @@ def chosen() -> dict[str, str]:
     return {} if extension is None else {name: str(extension.stream(tokens)) for name, tokens in _TOKENS.items()}
 
 
-def choose(given: Mapping[str, str]) -> None:
-    """Use the forms ``given`` by kernel from now on, in this process. A kernel that is not named, and a form that this
-    build does not have, changes nothing."""
+def choose(chosen_forms: Mapping[str, str]) -> None:
+    """Use the forms ``chosen_forms`` by kernel from now on, in this process. A kernel that is not named, and a form
+    that this build does not have, changes nothing."""
     extension: Any = native.extension()
-    for name, form in given.items():
+    for name, form in chosen_forms.items():
         if name in _TOKENS and form in forms():
             extension.set_stream(_TOKENS[name], form)
 

@@ -56,8 +56,10 @@ class PolicyBuilder:
         """Add a rule of the block ``adapt``: once ``condition`` has held over ``accesses`` consecutive accesses, apply
         ``action``, one of ``KEY=VALUE``, ``trigger="memory_pressure"`` and ``rebalance="per_layer"``."""
         verbs = ("trigger", "rebalance")
-        said = " ".join(f"{name} {'' if name in verbs else '= '}{_text(value)}" for name, value in action.items())
-        self._rules.append(f"when {_text(condition)} for {_text(accesses)} accesses {{ {said} }}")
+        assignments = " ".join(
+            f"{name} {'' if name in verbs else '= '}{_text(value)}" for name, value in action.items()
+        )
+        self._rules.append(f"when {_text(condition)} for {_text(accesses)} accesses {{ {assignments} }}")
         return self
 
     def build(self) -> ExpertPolicy:
@@ -82,8 +84,8 @@ def check_expert_policy(policy: ExpertPolicy) -> None:
 def _read(name: str, text: str) -> tuple[ExpertPolicy, ...]:
     reading = read(text)
     if reading.errors:
-        said = "; ".join(f"{error.message} [{error.code}]" for error in reading.errors)
-        raise ConfigError(f"policy {name}: {said}")
+        message = "; ".join(f"{error.message} [{error.code}]" for error in reading.errors)
+        raise ConfigError(f"policy {name}: {message}")
     return reading.policies
 
 

@@ -69,35 +69,35 @@ _SHARED = ("prefetch", "strategy")  # two spellings, one place
 
 def read(text: str) -> CheckedText:
     """Return the policies of ``text``, and all errors and warnings in the order of the text."""
-    tree, found = parse(text)
-    whole = not found
+    tree, errors = parse(text)
+    complete = not errors
     if tree.version is not None:
         version, span = tree.version.value, tree.version.span
         if not isinstance(version, int | float):
-            found.append(LanguageError("type", "version takes a number such as 0.7", span))
+            errors.append(LanguageError("type", "version takes a number such as 0.7", span))
         elif version > VERSION:
             message = f"version {version:g} is newer than {VERSION}, the newest that is known here"
-            found.append(LanguageError("version", message, span))
-    if not tree.policies and whole:
+            errors.append(LanguageError("version", message, span))
+    if not tree.policies and complete:
         message = "there is no policy here; write policy NAME { cache { capacity = 16 } }"
-        found.append(LanguageError("empty", message, (0, 0)))
+        errors.append(LanguageError("empty", message, (0, 0)))
     names: set[str] = set()
     policies = []
     for node in tree.policies:
         name = node.name.text
         if name in names:
             message = f"a policy {name!r} was there before; by its name only the first is found"
-            found.append(LanguageError("duplicate_policy", message, node.name.span, warning=True))
+            errors.append(LanguageError("duplicate_policy", message, node.name.span, warning=True))
         names.add(name)
-        policies.append(_PolicyReading(found, whole=whole).policy(node))
-    return checked(text, found, policies)
+        policies.append(_PolicyReading(errors, complete=complete).policy(node))
+    return checked(text, errors, policies)
 
 
 class _PolicyReading:
-    """Reads one policy of the tree. ``whole``: all of the text could be parsed, so a missing part is an error."""
+    """Reads one policy of the tree. ``complete``: all of the text could be parsed, so a missing part is an error."""
 
-    def __init__(self, errors: list[LanguageError], *, whole: bool) -> None:
-        self.errors, self.whole = errors, whole
+    def __init__(self, errors: list[LanguageError], *, complete: bool) -> None:
+        self.errors, self.complete = errors, complete
         self.values: dict[Place, Any] = {}
         self.spans: dict[Place, Span] = {}  # of the values
         self.written: dict[Place, Value] = {}  # the keys, with or without a valid value
@@ -111,7 +111,7 @@ class _PolicyReading:
     def policy(self, node: PolicyNode) -> ExpertPolicy:
         for block in node.blocks:
             self._try(self._block, block)
-        if self.whole and "cache" not in (*self.blocks, *self.misspelt):
+        if self.complete and "cache" not in (*self.blocks, *self.misspelt):
             self._error("missing_block", f"policy {node.name.text} has no block cache", node.name.span)
         sections: dict[str, dict[str, Any]] = {name: {} for name in self.blocks if name in KEYS}
         for (name, key), value in self.values.items():
@@ -152,9 +152,11 @@ class _PolicyReading:
         if name in self.blocks:
             raise LanguageError("duplicate_block", f"block {name} is there twice; put its keys into one", span)
         self.blocks[name] = span
-        if not block.items and self.whole:
-            what = "a rule such as when hit_rate < 0.4 { eviction = lfu }" if name == "adapt" else "at least one key"
-            raise LanguageError("empty_block", f"block {name} is empty; write {what} or leave it out", span)
+        if not block.items and self.complete:
+            expected = (
+                "a rule such as when hit_rate < 0.4 { eviction = lfu }" if name == "adapt" else "at least one key"
+            )
+            raise LanguageError("empty_block", f"block {name} is empty; write {expected} or leave it out", span)
         for item in block.items:
             if isinstance(item, Assignment):
                 self._try(self._entry, item, name)
@@ -163,7 +165,7 @@ class _PolicyReading:
             else:
                 message = f"a rule stands in the block adapt, not in {name}"
                 self._error("adapt", message, item.condition.metric.span)
-        if name == "cache" and self.whole and _CAPACITY not in self.written and "capacity" not in self.misspelt:
+        if name == "cache" and self.complete and _CAPACITY not in self.written and "capacity" not in self.misspelt:
             self._error("missing_key", "cache has no capacity; write how many experts stay", span)
 
     def _entry(self, entry: Assignment, block: str) -> None:
@@ -171,19 +173,19 @@ class _PolicyReading:
         key = KEYS.get(block, {}).get(name)
         if key is None:
             raise self._unknown_key(name, block, span)
-        place = _SHARED if name == "predictor" else (block, name)
-        if place in self.written:
-            if self.written[place].text != name:
+        location = _SHARED if name == "predictor" else (block, name)
+        if location in self.written:
+            if self.written[location].text != name:
                 raise LanguageError("both_spellings", "strategy and predictor are one key; write one of them", span)
             raise LanguageError("duplicate_key", f"{name} is there twice", span)
-        self.written[place] = entry.key
+        self.written[location] = entry.key
         if not isinstance(entry.value, Conditional):
-            self._value(name, key, place, entry.value)
+            self._value(name, key, location, entry.value)
         elif key.swap:
-            self._value(name, key, place, entry.value.first)
-            self._second(name, key, place, entry.value)
+            self._value(name, key, location, entry.value.first)
+            self._second(name, key, location, entry.value)
         else:
-            self.spoiled.add(place)
+            self.spoiled.add(location)
             message = f"{name} takes no second value; rules cannot change it"
             raise LanguageError("conditional", message, entry.value.second.span)
 
@@ -196,50 +198,50 @@ class _PolicyReading:
         guess = did_you_mean(name.lower(), KEYS[block])
         if "'capacity'" in guess:
             self.misspelt.add("capacity")
-        other = next((where for where, found in KEYS.items() if name in found), None)
+        other = next((where for where, keys in KEYS.items() if name in keys), None)
         hint = guess or (f"; it belongs to {other}" if other else f"; known: {', '.join(KEYS[block])}")
         return LanguageError("unknown_key", f"{block} has no key {name!r}{hint}", span)
 
-    def _value(self, name: str, key: Key, place: Place, value: Value) -> None:
-        found = self._try(typed_value, name, key, value)
-        if found is None:
-            self.spoiled.add(place)
+    def _value(self, name: str, key: Key, location: Place, value: Value) -> None:
+        typed = self._try(typed_value, name, key, value)
+        if typed is None:
+            self.spoiled.add(location)
             return
-        self.values[place], self.spans[place] = found, value.span
-        if key.kind == "names" and UNMEASURED in found:
-            self.values[place] = tuple(word for word in found if word != UNMEASURED) or METRICS[:1]
+        self.values[location], self.spans[location] = typed, value.span
+        if key.kind == "names" and UNMEASURED in typed:
+            self.values[location] = tuple(word for word in typed if word != UNMEASURED) or METRICS[:1]
             message = f"{UNMEASURED} is left out: seconds are in the stats of a run, not in the monitor"
             self._error("pointless", message, value.span, warning=True)
 
-    def _second(self, name: str, key: Key, place: Place, given: Conditional) -> None:
-        second = self._try(typed_value, name, key, given.second)
+    def _second(self, name: str, key: Key, location: Place, conditional: Conditional) -> None:
+        second = self._try(typed_value, name, key, conditional.second)
         if second is None:
-            self.spoiled.add(place)
-        elif (condition := self._condition(given.condition)) is not None:
+            self.spoiled.add(location)
+        elif (condition := self._condition(conditional.condition)) is not None:
             action = Action(kind="set", name=key.swap, value=second)
-            self.seconds[key.swap] = (AdaptRule(**condition, action=action, conditional=True), given.second.span)
+            self.seconds[key.swap] = (AdaptRule(**condition, action=action, conditional=True), conditional.second.span)
 
     # ---- rules of the block adapt
 
     def _rule(self, rule: Rule) -> None:
         condition, accesses, count = self._condition(rule.condition), self._accesses(rule), len(rule.actions)
-        if count != 1 and self.whole:
+        if count != 1 and self.complete:
             extra = rule.actions[1].verb.span if count else rule.condition.metric.span
             self._error("adapt", f"a rule has exactly one action, and this one has {count}", extra)
         actions = [self._try(self._action, action) for action in rule.actions]
         if count == 1 and condition is not None and accesses is not None and actions[0] is not None:
-            found = AdaptRule(**condition, accesses=accesses, action=actions[0])
-            self.rules.append((found, rule.actions[0].what.span))
+            adapt_rule = AdaptRule(**condition, accesses=accesses, action=actions[0])
+            self.rules.append((adapt_rule, rule.actions[0].target.span))
 
     def _condition(self, condition: Condition) -> dict[str, Any] | None:
         """Metric, operator and threshold of a rule; None if any of them is invalid, with an error for each."""
         number = KEYS["cache"]["freq_threshold"]
-        found = {
+        result = {
             "metric": self._try(word_of, "metric", METRICS, condition.metric),
             "op": self._try(word_of, "comparison", OPERATORS, condition.operator),
             "threshold": self._try(typed_value, "the threshold", number, condition.threshold),
         }
-        return None if None in found.values() else found
+        return None if None in result.values() else result
 
     def _accesses(self, rule: Rule) -> int | None:
         """The accesses over which the condition must hold; 1 if the rule has no number, None with an error."""
@@ -261,7 +263,7 @@ class _PolicyReading:
                 guess = did_you_mean(verb, _VERBS)
                 message = f"{verb!r} is no action{guess}; write KEY = VALUE, trigger or rebalance"
                 raise LanguageError("unknown_key", message, span)
-            name = word_of("trigger", TRIGGERS, action.what) if verb == "trigger" else action.what.text
+            name = word_of("trigger", TRIGGERS, action.target) if verb == "trigger" else action.target.text
             return Action(kind=verb, name=name)
         name = _OLD_NAMES.get(verb, verb)
         if name != verb:
@@ -272,47 +274,49 @@ class _PolicyReading:
             message = f"rules cannot set {verb!r}{guess}; they set {', '.join(ACTION_KEYS)}"
             raise LanguageError("unknown_key", message, span)
         block, key = SWAPS[name]
-        return Action(kind="set", name=name, value=typed_value(name, KEYS[block][key], action.what))
+        return Action(kind="set", name=name, value=typed_value(name, KEYS[block][key], action.target))
 
     # ---- rules of the language
 
     def _check_rules(self, policy: ExpertPolicy, name: Span) -> None:
         broken = broken_rules(policy)
-        for found in broken:
-            if not self.spoiled.intersection(found.places):
-                self._error(found.code, found.message, self._span(found, name))
+        for finding in broken:
+            if not self.spoiled.intersection(finding.places):
+                self._error(finding.code, finding.message, self._span(finding, name))
         unread = list(unread_keys(policy))
         for rule, span in self.rules:
             self._judge_rule(policy, rule, span, broken)
-            for found in unread:
-                if not rule.conditional and _changes(rule.action, found.places[0]):
-                    self._error(found.code, found.message, span, warning=True)
-        for found in (*unread, *pointless(policy)):
-            place = found.places[0]
-            if place in self.written and place not in self.spoiled:
-                span = self.written[place].span if found.code == "unread" else self._span(found, name)
-                self._error(found.code, found.message, span, warning=True)
+            for finding in unread:
+                if not rule.conditional and _changes(rule.action, finding.places[0]):
+                    self._error(finding.code, finding.message, span, warning=True)
+        for finding in (*unread, *pointless(policy)):
+            location = finding.places[0]
+            if location in self.written and location not in self.spoiled:
+                span = self.written[location].span if finding.code == "unread" else self._span(finding, name)
+                self._error(finding.code, finding.message, span, warning=True)
 
     def _judge_rule(self, policy: ExpertPolicy, rule: AdaptRule, span: Span, before: list[BrokenRule]) -> None:
-        said = {(found.code, found.places) for found in before if len(found.places) > 1}
+        reported = {(finding.code, finding.places) for finding in before if len(finding.places) > 1}
         wrong = False
-        for found in broken_rules(swapped(policy, rule.action)):
-            kept = [place for place in found.places if not _changes(rule.action, place)]
-            alone = len(found.places) == 1
-            known = (found in before and bool(kept)) if alone else (found.code, found.places) in said
-            if not known and not self.spoiled.intersection(kept):
+        for finding in broken_rules(swapped(policy, rule.action)):
+            locations = [location for location in finding.places if not _changes(rule.action, location)]
+            alone = len(finding.places) == 1
+            is_reported = (
+                (finding in before and bool(locations)) if alone else (finding.code, finding.places) in reported
+            )
+            if not is_reported and not self.spoiled.intersection(locations):
                 wrong = True
-                self._error(found.code, f"after this change {found.message}", span)
+                self._error(finding.code, f"after this change {finding.message}", span)
         for words in () if wrong else pointless_rule(policy, rule):
             self._error("pointless", words, span, warning=True)
 
-    def _span(self, found: BrokenRule, name: Span) -> Span:
-        default = self.blocks.get(found.places[0][0], name)
-        return next((self.spans[place] for place in found.places if place in self.spans), default)
+    def _span(self, finding: BrokenRule, name: Span) -> Span:
+        default = self.blocks.get(finding.places[0][0], name)
+        return next((self.spans[location] for location in finding.places if location in self.spans), default)
 
 
-def _changes(action: Action, place: Place) -> bool:
-    return action.kind == "set" and SWAPS[action.name] == place
+def _changes(action: Action, location: Place) -> bool:
+    return action.kind == "set" and SWAPS[action.name] == location
 
 
 # Rules over values, independent of texts
@@ -334,13 +338,13 @@ class BrokenRule(NamedTuple):
 
 def broken_rules(policy: ExpertPolicy) -> list[BrokenRule]:
     """Return all rules that ``policy`` breaks. To check its ``adapt``, apply this function to each `swapped` policy."""
-    found = []
+    broken = []
     for block, keys in KEYS.items():
         for name, key in keys.items():
             value = getattr(getattr(policy, block), name, None)
             if key.rule is not None and value is not None and not key.rule[1](value):
-                found.append(BrokenRule(key.rule[0], f"{name} is {value:g}; it {key.rule[2]}", ((block, name),)))
-    return [*found, *_capacity(policy.cache), *_together(policy)]
+                broken.append(BrokenRule(key.rule[0], f"{name} is {value:g}; it {key.rule[2]}", ((block, name),)))
+    return [*broken, *_capacity(policy.cache), *_together(policy)]
 
 
 def _capacity(cache: CacheRules) -> Iterator[BrokenRule]:
@@ -372,10 +376,10 @@ def _together(policy: ExpertPolicy) -> Iterator[BrokenRule]:
         yield BrokenRule("V14", message, (("schedule", "overlap"), ("schedule", "mode")))
     if "score" in cache.eviction and prefetch.strategy == "none":
         yield BrokenRule("V15", "eviction = score needs a prefetch strategy other than none", (_EVICTION, _STRATEGY))
-    if (most := cache.memory_threshold) is not None and not 0 < cache.memory_headroom <= most:
+    if (threshold := cache.memory_threshold) is not None and not 0 < cache.memory_headroom <= threshold:
         message = f"memory_headroom is {cache.memory_headroom:g}; it must be above 0 and at most memory_threshold"
-        yield BrokenRule("V17", f"{message}, {most:g}", (_HEADROOM, _THRESHOLD))
-    if most is not None and not cache.memory_budget_gb > 0:
+        yield BrokenRule("V17", f"{message}, {threshold:g}", (_HEADROOM, _THRESHOLD))
+    if threshold is not None and not cache.memory_budget_gb > 0:
         message = f"memory_budget_gb is {cache.memory_budget_gb:g}; it must be above 0"
         yield BrokenRule("V18", message, (_BUDGET_GB, _THRESHOLD))
     if layers is not None and layers.min_capacity > layers.max_capacity:
@@ -387,8 +391,8 @@ def swapped(policy: ExpertPolicy, action: Action) -> ExpertPolicy:
     """Return ``policy`` after ``action``; ``rebalance`` moves slots between layers and leaves the policy unchanged."""
     if action.kind == "trigger":
         threshold = policy.cache.memory_threshold
-        kept = PRESSURE_THRESHOLD if threshold is None else threshold
-        return replace(policy, cache=replace(policy.cache, memory_threshold=kept))
+        value = PRESSURE_THRESHOLD if threshold is None else threshold
+        return replace(policy, cache=replace(policy.cache, memory_threshold=value))
     if action.kind != "set":
         return policy
     block, key = SWAPS[action.name]

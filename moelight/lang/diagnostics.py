@@ -54,11 +54,11 @@ class CheckedText:
         return self.text.split("\n")
 
 
-def checked(text: str, found: list[LanguageError], policies: Iterable[ExpertPolicy] = ()) -> CheckedText:
-    """``text`` with what was ``found``, in the order of the text."""
-    starts = [0, *(at + 1 for at, c in enumerate(text) if c == "\n")] if found else []
+def checked(text: str, all_errors: list[LanguageError], policies: Iterable[ExpertPolicy] = ()) -> CheckedText:
+    """``text`` with what was ``all_errors``, in the order of the text."""
+    starts = [0, *(at + 1 for at, c in enumerate(text) if c == "\n")] if all_errors else []
     sides: tuple[list[Diagnostic], list[Diagnostic]] = [], []
-    for complaint in sorted(found, key=lambda each: min(each.span[0], len(text))):
+    for complaint in sorted(all_errors, key=lambda error: min(error.span[0], len(text))):
         start, end = min(complaint.span[0], len(text)), complaint.span[1]
         line = bisect_right(starts, start)
         column, length = start - starts[line - 1] + 1, max(1, end - start)

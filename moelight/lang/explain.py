@@ -32,8 +32,8 @@ _ACTIONS = {
 
 def _eviction(policy: ExpertPolicy) -> str:
     first, *second = (_EVICTIONS[name] for name in policy.cache.eviction)
-    kept = "; it is kept for a while longer in a second part, which gives up "
-    return f"what leaves: {kept.join((first, *second))}"
+    separator = "; it is kept for a while longer in a second part, which gives up "
+    return f"what leaves: {separator.join((first, *second))}"
 
 
 def _capacity(policy: ExpertPolicy) -> str:
@@ -70,10 +70,10 @@ class Explanation(NamedTuple):
 
 def meanings(policy: ExpertPolicy) -> list[Explanation]:
     """Explain every line of the canonical text, and the defaults of eviction, prefetch and mode."""
-    said = {("cache", "eviction"), ("prefetch", "strategy"), ("schedule", "mode")}
+    skipped = {("cache", "eviction"), ("prefetch", "strategy"), ("schedule", "mode")}
     seconds = {rule.action.name: rule for rule in policy.adapt if rule.conditional}
     rows = []
-    for block, key, text in entries(policy, written=said):
+    for block, key, text in entries(policy, written=skipped):
         words, second = _words(policy, block, key), seconds.get(KEYS[block][key].swap)
         rows.append((block, f"{key} = {text}", words if second is None else f"{words}; {_change(second)}"))
     rows += [("adapt", rule_text(rule), _change(rule)) for rule in policy.adapt if not rule.conditional]
@@ -93,12 +93,12 @@ def _words(policy: ExpertPolicy, block: str, key: str) -> str:
 
 def _change(rule: AdaptRule) -> str:
     held = "as soon as" if rule.accesses == 1 else f"once for {rule.accesses} accesses in a row"
-    what = "move room between layers"
+    change = "move room between layers"
     if rule.action.kind == "set":
-        what = _ACTIONS[rule.action.name].format(value_text(rule.action.value))
+        change = _ACTIONS[rule.action.name].format(value_text(rule.action.value))
     elif rule.action.kind == "trigger":
-        what = f"watch memory from then on, at {PRESSURE_THRESHOLD:.0%} if no threshold is set"
-    return f"{held} {condition_text(rule)}, {what}"
+        change = f"watch memory from then on, at {PRESSURE_THRESHOLD:.0%} if no threshold is set"
+    return f"{held} {condition_text(rule)}, {change}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,11 +120,13 @@ def cached_experts(policy: ExpertPolicy, experts: ExpertSizes) -> int:
     layers, total = policy.per_layer, policy.slots(experts.layers, experts.per_layer, experts.page_bytes)
     if layers is None:
         return total
-    least, most = (min(each, experts.per_layer) * experts.layers for each in (layers.min_capacity, layers.max_capacity))
-    if not least <= total <= most:
+    least, maximum = (
+        min(bound, experts.per_layer) * experts.layers for bound in (layers.min_capacity, layers.max_capacity)
+    )
+    if not least <= total <= maximum:
         raise ConfigError(
             f"policy {policy.name}: room for {total:,} experts cannot be shared out to {experts.layers} layers, which "
-            f"take {least:,} to {most:,} together; change capacity, total_budget, min_capacity or max_capacity"
+            f"take {least:,} to {maximum:,} together; change capacity, total_budget, min_capacity or max_capacity"
         )
     return total
 
@@ -156,10 +158,10 @@ def pressure_words(policy: ExpertPolicy, experts: ExpertSizes) -> str:
 def spread(policy: ExpertPolicy, experts: ExpertSizes, capacities: Mapping[str, int]) -> dict[str, int]:
     """Return the experts by tier, fastest first: cached ones in the first tier (``device``, or ``host`` without a GPU),
     the others in the second as far as they fit, and the rest in the last. ``capacities``: bytes by tier."""
-    left, found = experts.count, {}
+    left, counts = experts.count, {}
     tiers = [tier for tier in ("device", "host", "disk") if capacities.get(tier)]
     for tier in tiers:
         room = capacities[tier] // experts.page_bytes if tier != tiers[-1] else left
-        found[tier] = cached_experts(policy, experts) if tier == tiers[0] else min(left, room)
-        left -= found[tier]
-    return found
+        counts[tier] = cached_experts(policy, experts) if tier == tiers[0] else min(left, room)
+        left -= counts[tier]
+    return counts

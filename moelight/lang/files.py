@@ -34,8 +34,8 @@ def load_expert_policies(path: str | os.PathLike[str]) -> tuple[ExpertPolicy, ..
     """Return the policies of a ``.moe`` file; raises ConfigError with all its errors, each with line and column."""
     reading = read_file(path)
     if reading.errors:
-        said = "; ".join(f"{e.line}:{e.column}: {e.message} [{e.code}]" for e in reading.errors)
-        raise ConfigError(f"{os.fspath(path)}:{said}")
+        message = "; ".join(f"{e.line}:{e.column}: {e.message} [{e.code}]" for e in reading.errors)
+        raise ConfigError(f"{os.fspath(path)}:{message}")
     return reading.policies
 
 

@@ -172,21 +172,21 @@ def _anchors(tree: PolicyText) -> Iterator[tuple[int, Anchor]]:
 
 def _with_comments(text: str, lines: list[Line], places: dict[int, Anchor]) -> str:
     """The lines with the comments of ``text``; one behind a statement remains there, others precede the next."""
-    known = {anchor for anchor, _ in lines} - {None}
+    anchors = {anchor for anchor, _ in lines} - {None}
     starts = sorted(places)
     before: defaultdict[Anchor | None, list[str]] = defaultdict(list)
     behind: defaultdict[Anchor | None, list[str]] = defaultdict(list)
-    for found in _COMMENT.finditer(text):
-        if not found.group().startswith("#"):
+    for match in _COMMENT.finditer(text):
+        if not match.group().startswith("#"):
             continue
-        at = found.start()
+        at = match.start()
         index = bisect_right(starts, at)
         statement = places[starts[index - 1]] if index else None
-        if statement in known and text[text.rfind("\n", 0, at) + 1 : at].strip(" \t\r;}"):
-            behind[statement].append(found.group().rstrip())
+        if statement in anchors and text[text.rfind("\n", 0, at) + 1 : at].strip(" \t\r;}"):
+            behind[statement].append(match.group().rstrip())
         else:
-            following = next((places[start] for start in starts[index:] if places[start] in known), None)
-            before[following].append(found.group().rstrip())
+            following = next((places[start] for start in starts[index:] if places[start] in anchors), None)
+            before[following].append(match.group().rstrip())
     rest = before.pop(None, [])
     out: list[str] = []
     for anchor, line in lines:

@@ -201,35 +201,35 @@ _CAPACITY_UNITS = {"int": "slots", "percent": "percent", "size": "bytes"}
 
 def typed_value(name: str, key: Key, value: Value) -> Any:
     """Return ``value`` as the type of ``key``; raises LanguageError for another type or an unknown word."""
-    found: Any = None
+    result: Any = None
     match key.kind, value.kind:
         case _, "signed":
             raise LanguageError("type", f"{name} = {value.text}: numbers of this language carry no sign", value.span)
         case _, "huge":
             raise LanguageError("type", f"{name}: this number is too large", value.span)
         case "capacity", ("int" | "percent" | "size") as unit:
-            found = Capacity(value=value.value, unit=_CAPACITY_UNITS[unit])
+            result = Capacity(value=value.value, unit=_CAPACITY_UNITS[unit])
         case "int", "int":
-            found = value.value
+            result = value.value
         case "text", "text" if value.text.isprintable():
-            found = value.text or None
+            result = value.text or None
         case "number", "int" | "number":
-            found = float(value.value)
+            result = float(value.value)
         case "bool", "name":
-            found = {"true": True, "false": False}.get(value.text)
+            result = {"true": True, "false": False}.get(value.text)
         case "word", "name":
-            found = word_of(f"value of {name}", key.choices, value)
+            result = word_of(f"value of {name}", key.choices, value)
         case "eviction", "name":
             word = word_of(f"value of {name}", key.choices, value)
-            found = FALLBACK if word == "fallback" else (word,)
+            result = FALLBACK if word == "fallback" else (word,)
         case "eviction", "layers":
-            found = _layers(name, value.value)
+            result = _layers(name, value.value)
         case "ids" | "names", "list" if value.value or key.kind == "ids":
-            found = tuple(_part(name, key, part) for part in value.value)
-    if found is None:
+            result = tuple(_part(name, key, part) for part in value.value)
+    if result is None:
         quotes = f"; write {value.text} without quotes" if value.kind == "text" and value.text in key.choices else ""
         raise LanguageError("type", f"{name} takes {_WANTED[key.kind]}{quotes}", value.span)
-    return found
+    return result
 
 
 def _layers(name: str, parts: tuple[Value, ...]) -> tuple[str, ...] | None:
@@ -252,10 +252,10 @@ def word_of(noun: str, choices: tuple[str, ...], value: Value) -> str:
     word = value.text
     if word in choices:
         return word
-    known = f"known: {', '.join(choices)}"
+    hint = f"known: {', '.join(choices)}"
     if word in UNSUPPORTED:
         raise LanguageError("unsupported", f"{word} is not for running: {UNSUPPORTED[word]}", value.span)
     if word in FOREIGN_METRICS:
-        raise LanguageError("unsupported", f"{word} of version 1.15 is not measured here; {known}", value.span)
+        raise LanguageError("unsupported", f"{word} of version 1.15 is not measured here; {hint}", value.span)
     guess = did_you_mean(word.lower(), choices) if word.isidentifier() else ""
-    raise LanguageError("unknown_value", f"{word!r} is no {noun}{guess}; {known}", value.span)
+    raise LanguageError("unknown_value", f"{word!r} is no {noun}{guess}; {hint}", value.span)

@@ -48,11 +48,11 @@ class _Faulty:
 
     def __init__(self, text: str, at: int) -> None:
         self.text, self.at = text, at
-        self.clear = _HIDDEN.sub(lambda found: " " * len(found.group()), text)
+        self.clear = _HIDDEN.sub(lambda match: " " * len(match.group()), text)
         self.opened: list[int] = []
-        for found in _BRACE.finditer(self.clear, 0, at):
-            if found.group() == "{":
-                self.opened.append(found.start())
+        for match in _BRACE.finditer(self.clear, 0, at):
+            if match.group() == "{":
+                self.opened.append(match.start())
             elif self.opened:
                 self.opened.pop()
         self.word, (self.word_start, _) = self.word_before(at)
@@ -60,8 +60,8 @@ class _Faulty:
     def word_before(self, at: int) -> tuple[str, Span]:
         """The last word before ``at``, empty if there is none, and its span."""
         offset = max(0, at - _LONGEST_NAME)
-        found = _WORD_BEFORE.search(self.clear[offset:at])
-        return (found.group(1), (offset + found.start(1), offset + found.end(1))) if found else ("", (at, at + 1))
+        match = _WORD_BEFORE.search(self.clear[offset:at])
+        return (match.group(1), (offset + match.start(1), offset + match.end(1))) if match else ("", (at, at + 1))
 
     def recovered(self) -> RecoveredText:
         """The text without the error; the same text if no recovery is possible."""
@@ -105,13 +105,13 @@ class _Faulty:
         clear, at, start, end = self.clear, self.at, self.opened[-1] + 1, len(self.clear)
         if self.lacks_value():
             at = end = self.word_start
-        for found in _STATEMENT.finditer(clear, start):
-            if found.start() < at or (found.start() == at and at != end):
-                start = found.start()
-            elif found.start() > at:
-                end = min(end, found.start())
+        for match in _STATEMENT.finditer(clear, start):
+            if match.start() < at or (match.start() == at and at != end):
+                start = match.start()
+            elif match.start() > at:
+                end = min(end, match.start())
                 break
-        start = max([start, *(found.end() for found in _BRACE.finditer(clear, start, at))])
+        start = max([start, *(brace.end() for brace in _BRACE.finditer(clear, start, at))])
         following = _BRACE.search(clear, at, end)
         if following is not None:
             end = following.start() if following.group() == "}" else self._closing(following.start())
@@ -120,15 +120,15 @@ class _Faulty:
     def _closing(self, opening: int) -> int:
         """The position after the brace that closes the one at ``opening``."""
         depth = 0
-        for found in _BRACE.finditer(self.clear, opening):
-            depth += 1 if found.group() == "{" else -1
+        for match in _BRACE.finditer(self.clear, opening):
+            depth += 1 if match.group() == "{" else -1
             if depth == 0:
-                return found.end()
+                return match.end()
         return len(self.clear)
 
     def _blanked(self, start: int, end: int) -> RecoveredText:
-        kept = re.sub(r"[^\n]", " ", self.text[start:end])
-        return RecoveredText(self.text[:start] + kept + self.text[end:], start, end)
+        blank = re.sub(r"[^\n]", " ", self.text[start:end])
+        return RecoveredText(self.text[:start] + blank + self.text[end:], start, end)
 
 
 MOST_CHARACTERS = 1 << 20  # a policy has some hundreds
@@ -196,12 +196,12 @@ def _word(token: Token) -> Value:
 
 
 def _number(token: Token) -> Value:
-    whole = token.isdigit()
+    integral = token.isdigit()
     if token[0] in "+-":
         return Value("signed", str(token), _span(token))
-    if len(token) > _MOST_DIGITS if whole else not math.isfinite(float(token)):
+    if len(token) > _MOST_DIGITS if integral else not math.isfinite(float(token)):
         return Value("huge", str(token), _span(token))
-    return Value("int", int(token), _span(token)) if whole else Value("number", float(token), _span(token))
+    return Value("int", int(token), _span(token)) if integral else Value("number", float(token), _span(token))
 
 
 def _size(token: Token) -> Value:
@@ -242,15 +242,15 @@ class _Tree(Transformer[Token, Any]):
     def rule(self, condition: syntax.Condition, count: Value | None, unit: Value | None, *actions: Any) -> syntax.Rule:
         return syntax.Rule(condition, count, unit, actions)
 
-    def set(self, verb: Value, what: Value) -> syntax.Command:
-        return syntax.Command(verb, what, assigns=True)
+    def set(self, verb: Value, target: Value) -> syntax.Command:
+        return syntax.Command(verb, target, assigns=True)
 
     def layers(self, *parts: Value) -> Value:
         return Value("layers", parts, (parts[0].span[0], parts[-1].span[1]))
 
     def items(self, *parts: Any) -> Value:
-        kept = tuple(part for part in parts if isinstance(part, Value))
-        return Value("list", kept, (_span(parts[0])[0], _span(parts[-1])[1]))
+        values = tuple(part for part in parts if isinstance(part, Value))
+        return Value("list", values, (_span(parts[0])[0], _span(parts[-1])[1]))
 
 
 def _place(error: UnexpectedInput, text: str) -> int:
@@ -261,13 +261,13 @@ def _place(error: UnexpectedInput, text: str) -> int:
 def _complaint(error: UnexpectedInput, faulty: _Faulty) -> LanguageError:
     text, at = faulty.text, faulty.at
     if (opened := faulty.unclosed()) is not None:
-        what, span = opened
-        return LanguageError("syntax", f"the '{{' of {what} is never closed; write '}}'", span)
+        opener, span = opened
+        return LanguageError("syntax", f"the '{{' of {opener} is never closed; write '}}'", span)
     if at >= len(text):
         end = len(text.rstrip())
         return LanguageError("syntax", f"the file ends where {_wanted(error)}", (max(0, end - 1), max(1, end)))
-    found = _WORD.match(text, at)
-    word = found.group() if found else text[at]
+    match = _WORD.match(text, at)
+    word = match.group() if match else text[at]
     return LanguageError("syntax", _hint(faulty, word, _wanted(error)), (at, at + len(word)))
 
 

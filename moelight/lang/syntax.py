@@ -50,7 +50,7 @@ class Command(NamedTuple):
     """The action of a rule: ``verb what``, or ``verb = what`` if it ``assigns``."""
 
     verb: Value
-    what: Value
+    target: Value
     assigns: bool = False
 
 

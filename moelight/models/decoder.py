@@ -90,11 +90,11 @@ def _stretched(spec: AttentionSpec, plain: Tensor) -> Tensor:
 
 
 class Rows(Protocol):
-    """Consecutive rows of a micro-batch: tokens ``start`` to ``start + count`` of the sequence at ``place`` of the
+    """Consecutive rows of a micro-batch: tokens ``start`` to ``start + count`` of the sequence at ``slot`` of the
     token pool, whose ``length`` is that of its prompt, or of what it has reached where that is more."""
 
     @property
-    def place(self) -> int: ...
+    def slot(self) -> int: ...
     @property
     def start(self) -> int: ...
     @property
@@ -137,7 +137,7 @@ class Decoder(Protocol):
         """Everything up to the attention of ``layer``, whose inputs `split_heads` finds in the result."""
         ...
 
-    def split_heads(self, found: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def split_heads(self, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
         """The result of `pre_attention` as views: q [T, Hq, D], k and v [T, Hkv, D]; None if the mixer of the layer is
         no attention over the paged cache."""
         ...
@@ -226,7 +226,7 @@ class NativeDecoder:
         if space.rows.dtype != self.dtype:
             self.finite = torch.zeros(model.num_layers + 1, dtype=torch.float32, device=space.rows.device)
         self._small: Mapping[int, DecoderLayer] = {
-            layer: whole for layer in range(model.num_layers) if (whole := self._whole(layer)) is not None
+            layer: native_layer for layer in range(model.num_layers) if (native_layer := self._whole(layer)) is not None
         }
         self.whole_layers = len(self._small) == model.num_layers
 
@@ -242,11 +242,11 @@ class NativeDecoder:
 
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
         """hidden [T, H] -> queries, keys and values [T, Hq + 2 Hkv, D], after norms, clipping and rotary embedding."""
-        spec, mine, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
+        spec, weights, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
         if layer in self._small and len(hidden) <= MOST_TOKENS:
             return (self._small[layer].before_attention(hidden, *running),)
-        qkv = linear(self._norm(hidden, mine.input_norm, enters=layer), mine.qkv, mine.qkv_bias).to(self.dtype)
-        norms = None if mine.q_norm is None or mine.k_norm is None else (mine.q_norm, mine.k_norm)
+        qkv = linear(self._norm(hidden, weights.input_norm, enters=layer), weights.qkv, weights.qkv_bias).to(self.dtype)
+        norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
         if norms is not None and spec.qk_norm == "projection":
             for part, weight in zip(qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1), norms, strict=False):
                 self._norm(part, weight, out=part)
@@ -257,8 +257,8 @@ class NativeDecoder:
         finish_heads(heads, cos, sin, queries=queries, keys=keys, clip=clip, norms=norms, eps=eps, mixed=mixed)
         return (heads,)
 
-    def split_heads(self, found: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        spec, (heads,) = self.model.attention, found
+    def split_heads(self, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        spec, (heads,) = self.model.attention, projected
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         return q, k, v
 
@@ -280,12 +280,12 @@ class NativeDecoder:
             self._small[layer].after_attention(hidden, attention.flatten(1), bound, rows=rows)
             return
         x = self._after_attention(layer, hidden, attention)
-        mine = self.weights.layers[layer]
-        if mine.router is None:
-            if mine.dense_gate_up is not None and mine.dense_down is not None:
-                self._add_dense(hidden, x, mine.dense_gate_up, mine.dense_down)
+        weights = self.weights.layers[layer]
+        if weights.router is None:
+            if weights.dense_gate_up is not None and weights.dense_down is not None:
+                self._add_dense(hidden, x, weights.dense_gate_up, weights.dense_down)
             return
-        routed = self._routed(x, mine.router)
+        routed = self._routed(x, weights.router)
         if watch is not None:
             watch(layer, routed)
         moe_forward(routed, experts, self.space, into=hidden, wide=wide)
@@ -300,13 +300,16 @@ class NativeDecoder:
         experts: Sequence[Experts],
         running: Running,
     ) -> bool:
-        bound = [each.bound for each in experts if isinstance(each, LayerExperts)]
-        whole = [each for each in bound if each is not None]
-        if len(whole) < len(layers):
+        bound = [expert.bound for expert in experts if isinstance(expert, LayerExperts)]
+        present = [layer_experts for layer_experts in bound if layer_experts is not None]
+        if len(present) < len(layers):
             return False
-        mine, rows = [self._small[layer] for layer in layers], self.space.rows[: len(hidden) * self.model.router.top_k]
+        native_layers, rows = (
+            [self._small[layer] for layer in layers],
+            self.space.rows[: len(hidden) * self.model.router.top_k],
+        )
         cos, sin = running
-        decode_layers(mine, hidden, cos, sin, caches, block_tables, seq_lens, whole, rows=rows)
+        decode_layers(native_layers, hidden, cos, sin, caches, block_tables, seq_lens, present, rows=rows)
         return True
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:  # noqa: ARG002
@@ -317,8 +320,8 @@ class NativeDecoder:
         if self._quantized is None:
             return LayerExperts(pages)
         return LayerExperts(
-            None if found is None else FormedExpert(found, SILU, partial(gated_silu, found))
-            for found in self._quantized.layer(layer, pages)
+            None if matrices is None else FormedExpert(matrices, SILU, partial(gated_silu, matrices))
+            for matrices in self._quantized.layer(layer, pages)
         )
 
     def layout_id(self, layer: int) -> int | None:
@@ -349,13 +352,15 @@ class NativeDecoder:
 
     def _whole(self, layer: int) -> DecoderLayer | None:
         """``layer`` with its weights bound, if one call computes it."""
-        mine, spec, router = self.weights.layers[layer], self.model.attention, self.model.router
-        if mine.router is None or self.finite is not None or spec.clip_qkv is not None:
+        layer_weights, spec, router = self.weights.layers[layer], self.model.attention, self.model.router
+        if layer_weights.router is None or self.finite is not None or spec.clip_qkv is not None:
             return None
         names = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "router")
-        weights: dict[str, Any] = {name: getattr(mine, name) for name in names}
-        given = [each for each in weights.values() if each is not None]
-        plain = all(isinstance(each, Tensor) and native.on_cpu(each) and each.dtype == self.dtype for each in given)
+        weights: dict[str, Any] = {name: getattr(layer_weights, name) for name in names}
+        tensors = [weight for weight in weights.values() if weight is not None]
+        plain = all(
+            isinstance(tensor, Tensor) and native.on_cpu(tensor) and tensor.dtype == self.dtype for tensor in tensors
+        )
         if not plain or not native.available() or serving.serves(self.space.rows.device, self.dtype)[0]:
             return None
         return DecoderLayer(
@@ -373,10 +378,10 @@ class NativeDecoder:
         return experts.bound if small and isinstance(experts, LayerExperts) else None
 
     def _after_attention(self, layer: int, hidden: Tensor, attention: Tensor | None) -> Tensor:
-        mine = self.weights.layers[layer]
+        weights = self.weights.layers[layer]
         assert attention is not None, "every layer attends"
-        projected = linear(attention.flatten(1), mine.o, mine.o_bias)
-        return self._norm(hidden, mine.post_norm, add=projected)
+        projected = linear(attention.flatten(1), weights.o, weights.o_bias)
+        return self._norm(hidden, weights.post_norm, add=projected)
 
     def _norm(
         self,

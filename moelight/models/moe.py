@@ -83,7 +83,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return (linear if weight.stride(1) == 1 else functional.linear)(x, weight, bias)
 
 
-# gate_up and down of a gated SiLU, or an expert of another form; of a dense layer, what puts its page in place.
+# gate_up and down of a gated SiLU, or an expert of another form; of a dense layer, a callable that installs its page.
 ExpertWeights: TypeAlias = tuple[Tensor, Tensor] | FormedExpert | Callable[[Tensor], Tensor]
 # A layer's experts, None for one computed elsewhere; or, for grouped kernels, their pages.
 Experts: TypeAlias = Sequence[ExpertWeights | None] | ExpertTable
@@ -97,19 +97,19 @@ class LayerExperts(list["ExpertWeights | None"]):
     @cached_property
     def bound(self) -> BoundExperts | None:
         """All of them as `DecoderLayer` takes them; None if it does not compute them, or if one is elsewhere."""
-        pairs = [each for each in self if isinstance(each, tuple)]
+        pairs = [expert for expert in self if isinstance(expert, tuple)]
         if pairs and len(pairs) == len(self):
             narrow = [down for _, down in pairs]
             return BoundExperts(len(narrow[0]), [wide for wide, _ in pairs], narrow, activation=SILU)
-        formed = [each for each in self if isinstance(each, FormedExpert)]
+        formed = [expert for expert in self if isinstance(expert, FormedExpert)]
         if not formed or len(formed) < len(self):
             return None
         first = formed[0]
-        forms = {(each.matrices.layout_id, each.activation, each.finish) for each in formed}
+        forms = {(expert.matrices.layout_id, expert.activation, expert.finish) for expert in formed}
         if first.activation is None or first.finish is not None or len(forms) > 1:
             return None
         parts: dict[str, Any] = {
-            name: [getattr(each.matrices, name) for each in formed]
+            name: [getattr(expert.matrices, name) for expert in formed]
             for name in PARTS
             if getattr(first.matrices, name) is not None
         }
@@ -152,7 +152,7 @@ def grouped_pages(
 ) -> ExpertTable | None:
     """The pages of ``weights``, if the grouped kernels compute with them where they are, on rows of ``dtype`` and by
     all of the layers' ``activations``; else None. Waits for the device: called at loading."""
-    first: Any = next((each.gate_up if isinstance(each, Matrices) else each[0] for each in weights), None)
+    first: Any = next((weight.gate_up if isinstance(weight, Matrices) else weight[0] for weight in weights), None)
     if isinstance(first, Matrix):
         first = next(iter(first.tensors.values()))
     if not isinstance(first, Tensor) or not first.is_cuda or not serving.serves(first.device, dtype)[0]:
@@ -164,24 +164,28 @@ def table_of(
     weights: Sequence[tuple[Tensor, Tensor] | Matrices], activations: Sequence[Activation | None]
 ) -> ExpertTable | None:
     """The pages of ``weights``; None if the grouped kernels do not compute with them or by all ``activations``."""
-    known = [each for each in activations if each is not None]
-    if not known or len(known) < len(activations):
+    present = [activation for activation in activations if activation is not None]
+    if not present or len(present) < len(activations):
         return None
-    pages = [each if isinstance(each, Matrices) else Matrices(gate_up=each[0], down=each[1]) for each in weights]
+    pages = [
+        weight if isinstance(weight, Matrices) else Matrices(gate_up=weight[0], down=weight[1]) for weight in weights
+    ]
     parts: dict[str, Any] = {
-        name: [getattr(each, name) for each in pages] for name in PARTS if getattr(pages[0], name) is not None
+        name: [getattr(page, name) for page in pages] for name in PARTS if getattr(pages[0], name) is not None
     }
     matrices = [weight for name in MATRICES for weight in parts.get(name, ())]
     if any(tensor.data_ptr() % ALIGNMENT_BYTES for weight in matrices for tensor in _tensors(weight)):
         return None
     if not any(isinstance(weight, Matrix) for weight in matrices):
-        return PageTable.of(**parts, activation=known[0], interleaved=pages[0].interleaved)
+        return PageTable.of(**parts, activation=present[0], interleaved=pages[0].interleaved)
     if any(isinstance(weight, Tensor) and not weight.is_contiguous() for weight in matrices):
         return None
     if "up" in parts and _stored_as(pages[0].gate_up) != _stored_as(pages[0].up):
         return None
     first = pages[0]
-    return QuantizedTable.of(**parts, activation=known[0], interleaved=first.interleaved, activations=first.activations)
+    return QuantizedTable.of(
+        **parts, activation=present[0], interleaved=first.interleaved, activations=first.activations
+    )
 
 
 def _tensors(weight: Weight) -> Sequence[Tensor]:
@@ -197,8 +201,8 @@ def _stored_as(weight: Weight | None) -> object:
 
 def _natively(x: Tensor, experts: Sequence[ExpertWeights | None]) -> bool:
     """True if the native kernels compute ``experts``."""
-    formed = (each for each in experts if isinstance(each, FormedExpert))
-    return native.on_cpu(x) and native.available() and all(each.activation is not None for each in formed)
+    formed = (expert for expert in experts if isinstance(expert, FormedExpert))
+    return native.on_cpu(x) and native.available() and all(expert.activation is not None for expert in formed)
 
 
 def moe_forward(
@@ -220,8 +224,8 @@ def moe_forward(
         return SplitMoE(routed, experts, frozenset(), space).end(into)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
     add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0], wide=wide)
-    found = sums.to(space.rows.dtype)
-    return found if into is None else into.add_(found)
+    result = sums.to(space.rows.dtype)
+    return result if into is None else into.add_(result)
 
 
 class SplitMoE:
@@ -251,9 +255,9 @@ class SplitMoE:
         then = [index for index, expert in enumerate(experts) if expert is not None and index in late]
         order += sorted(then, key=lambda index: _layout_id(experts[index]))
         if order != list(range(len(experts))):
-            place = torch.full((len(experts),), len(order), dtype=torch.int32)
-            place[order] = torch.arange(len(order), dtype=torch.int32)
-            ids = place[ids.long()]
+            position = torch.full((len(experts),), len(order), dtype=torch.int32)
+            position[order] = torch.arange(len(order), dtype=torch.int32)
+            ids = position[ids.long()]
         by_expert = cpu_sort_by_expert(ids, len(order) + 1)
         self._offsets = by_expert.offsets[: len(order) + 1]
         self._cuts, self._position = self._offsets.tolist(), by_expert.position
@@ -303,15 +307,15 @@ def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], 
 def _alike_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offsets: Tensor) -> None:
     # Exporting the weights of an expert without rows to the kernel would cost as much as those of a busy one.
     busy = [expert if count else None for expert, count in zip(experts, offsets.diff().tolist(), strict=True)]
-    formed = next((each for each in busy if isinstance(each, FormedExpert)), None)
+    formed = next((expert for expert in busy if isinstance(expert, FormedExpert)), None)
     if formed is None:
         pairs = [expert if isinstance(expert, tuple) else (None, None) for expert in busy]
         cpu_expert_ffn(rows, [gate_up for gate_up, _ in pairs], [down for _, down in pairs], offsets, out=rows)
         return
     assert formed.activation is not None
-    matrices = [each.matrices if isinstance(each, FormedExpert) else None for each in busy]
-    given: dict[str, Any] = {
-        name: [None if each is None else getattr(each, name) for each in matrices]
+    matrices = [expert.matrices if isinstance(expert, FormedExpert) else None for expert in busy]
+    arguments: dict[str, Any] = {
+        name: [None if matrix is None else getattr(matrix, name) for matrix in matrices]
         for name in PARTS
         if getattr(formed.matrices, name) is not None
     }
@@ -322,7 +326,7 @@ def _alike_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offse
         "offsets": offsets,
         "out": rows,
     }
-    cpu_expert_ffn(rows, **given, **options)
+    cpu_expert_ffn(rows, **arguments, **options)
     if formed.finish is not None:
         rows.copy_(formed.finish(rows))
 
@@ -348,17 +352,17 @@ def grouped_forward(
     """
     tokens, places, offsets = gpu_routing.by_expert(routed.ids, pages.experts)
     out = torch.empty_like(routed.x, dtype=space.rows.dtype) if into is None else into
-    count, most, begun, ends = tokens.numel(), space.room_for(pages.width), None, True
+    count, max_rows, begun, ends = tokens.numel(), space.room_for(pages.width), None, True
     if some is not None:
         begun, ends = sums if some.start else None, some.stop == pages.experts
         places = places.masked_fill((routed.ids < some.start) | (routed.ids >= some.stop), -1)
         offsets = offsets.clamp(offsets[some.start], offsets[some.stop])
-    for first in range(0, count, most):
-        last = min(first + most, count)
+    for first in range(0, count, max_rows):
+        last = min(first + max_rows, count)
         rows = expert_ffn(
             routed.x,
             pages,
-            offsets if count <= most else offsets.clamp(first, last).sub_(first),
+            offsets if count <= max_rows else offsets.clamp(first, last).sub_(first),
             tokens=tokens[first:last],
             out=space.rows[: last - first],
             scratch=space.wide(last - first, pages.width, routed.x.dtype),
@@ -396,10 +400,10 @@ def add_experts(
     top_k, ids, weights = routed.ids.shape[1], routed.ids.flatten(), routed.weights.flatten()
     order = ids.argsort(stable=True)  # rows, token * k + rank, by expert, then token
     chosen = order.split(torch.bincount(ids, minlength=len(experts)).tolist())
-    for expert, mine in zip(experts, chosen, strict=True):
-        if expert is None or not mine.numel():
+    for expert, routed_rows in zip(experts, chosen, strict=True):
+        if expert is None or not routed_rows.numel():
             continue
-        for part in mine.split(min(most_rows, EXPERT_ROWS)):
+        for part in routed_rows.split(min(most_rows, EXPERT_ROWS)):
             # torch keeps a kernel, and memory for it, of each number of rows
             padded = padded_rows if callable(expert) and native.on_cpu(routed.x) else partial(rows_computed, routed.x)
             tokens, rows = part // top_k, space.inputs[: padded(part.numel())]
@@ -416,8 +420,8 @@ def _accumulate_natively(
     by_expert = cpu_sort_by_expert(routed.ids, len(experts))
     here = torch.tensor([expert is not None for expert in experts])
     counts = by_expert.offsets.diff()
-    kept = here.repeat_interleave(counts)
-    token, share = by_expert.token[kept], routed.weights.flatten()[by_expert.order[kept].long()]
+    mask = here.repeat_interleave(counts)
+    token, share = by_expert.token[mask], routed.weights.flatten()[by_expert.order[mask].long()]
     offsets = torch.zeros_like(by_expert.offsets)
     torch.cumsum(counts * here, 0, out=offsets[1:])
     for begin in range(0, len(token), len(space.rows)):

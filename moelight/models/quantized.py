@@ -71,5 +71,5 @@ def _view(matrix: Matrix[PageTensor] | PageTensor, slot: Tensor) -> Any:
     return matrix.map(lambda tensor: _tensor(tensor, slot))
 
 
-def _tensor(place: PageTensor, slot: Tensor) -> Tensor:
-    return slot[place.offset : place.offset + place.nbytes].view(TORCH[place.dtype]).view(place.shape)
+def _tensor(part: PageTensor, slot: Tensor) -> Tensor:
+    return slot[part.offset : part.offset + part.nbytes].view(TORCH[part.dtype]).view(part.shape)

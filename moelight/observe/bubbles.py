@@ -109,8 +109,8 @@ class Bubbles:
 
     def of(self, lane: Lane) -> Mapping[str, Bubble]:
         """Return the idle time of ``lane`` by cause, longest first, up to the last pass but one or the last `end`."""
-        found = [(cause, replace(bubble)) for (theirs, cause), bubble in self._found.items() if theirs is lane]
-        return dict(sorted(found, key=lambda each: -each[1].seconds))
+        items = [(cause, replace(bubble)) for (theirs, cause), bubble in self._found.items() if theirs is lane]
+        return dict(sorted(items, key=lambda item: -item[1].seconds))
 
     def _release(self, horizon_s: float) -> None:
         """Process all pending spans that began before ``horizon_s``; every span added later begins at or after it."""

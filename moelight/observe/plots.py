@@ -155,8 +155,8 @@ class _Panel:
             if lane is self.binding:
                 self._idle(axes, row, spans)
             for kind in dict.fromkeys(span.task.kind for span in spans):
-                mine = [span for span in spans if span.task.kind is kind]
-                bars = [(span.start_s, max(span.end_s - span.start_s, _LEAST * longest_s)) for span in mine]
+                kind_spans = [span for span in spans if span.task.kind is kind]
+                bars = [(span.start_s, max(span.end_s - span.start_s, _LEAST * longest_s)) for span in kind_spans]
                 where = (row - _BAR / 2, _BAR)
                 axes.broken_barh(bars, where, facecolor=COLOURS[kind], edgecolor="white", linewidth=0.35)
             self._names(axes, row, spans, longest_s)
@@ -291,19 +291,19 @@ class _Picture:
         """Draw the memory and compute roof of each level, and each link's roof up to the compute roof of its target;
         dashed, up to the highest of the levels that it feeds."""
         chain = self._roofline.chain
-        for place, level in enumerate(chain):
+        for index, level in enumerate(chain):
             if level.peak_flops:
                 turn = (hrm.turning_point(level), level.peak_flops)
                 start, end = (self._low, hrm.memory_roof(level, self._low)), (self._high, level.peak_flops)
                 handle = self._line([start, turn, end], color=_LEVEL_COLORS[level.name], width=2.8)
                 peak, bandwidth = flops_text(level.peak_flops), rate_text(level.bandwidth)
                 self._rows.append((handle, f"{level.name}: {bandwidth}, {peak}"))
-            if place + 1 < len(chain):
-                far, link = chain[place + 1].name, level.link_bandwidth
+            if index + 1 < len(chain):
+                far, link = chain[index + 1].name, level.link_bandwidth
                 start = (self._low, hrm.link_roof(link, self._low))
                 end = (hrm.second_turning_point(level, link), level.peak_flops)
                 handle = self._line([start, end], color=_LINK_COLORS[far], width=2.8)
-                if (highest := max(nearer.peak_flops for nearer in chain[: place + 1])) > level.peak_flops:
+                if (highest := max(nearer.peak_flops for nearer in chain[: index + 1])) > level.peak_flops:
                     beyond = (highest / link, highest)  # what feeds a nearer level crosses this link, too
                     self._line([end, beyond], color=_LINK_COLORS[far], width=1.8, style="--")
                 self._rows.append((handle, f"link {far} → {level.name}: {rate_text(link)}"))
@@ -435,21 +435,21 @@ class _Picture:
 
 def _distinct(marks: tuple[Mark, ...]) -> list[tuple[str, Mark]]:
     """Return the marks with their names; marks at the same intensity are merged under both names."""
-    found: list[tuple[str, Mark]] = []
+    distinct: list[tuple[str, Mark]] = []
     for mark in marks:
-        if found and abs(found[-1][1].far_intensity / mark.far_intensity - 1) < 1e-6:
-            found[-1] = (f"{found[-1][0]} = {mark.name}", found[-1][1])
+        if distinct and abs(distinct[-1][1].far_intensity / mark.far_intensity - 1) < 1e-6:
+            distinct[-1] = (f"{distinct[-1][0]} = {mark.name}", distinct[-1][1])
         else:
-            found.append((mark.name, mark))
-    return found
+            distinct.append((mark.name, mark))
+    return distinct
 
 
 def _horizontal(roofline: Roofline) -> tuple[float, float]:
     """Return the x limits: all intensities, with a margin on both sides."""
     points = [value for point in roofline.points for value in (point.intensity, point.home_intensity)]
     turns = [hrm.turning_point(level) for level in roofline.chain if level.peak_flops]
-    known = [*points, *turns, *(mark.far_intensity for mark in roofline.marks)]
-    return min(known) / 5, max(known) * 4
+    intensities = [*points, *turns, *(mark.far_intensity for mark in roofline.marks)]
+    return min(intensities) / 5, max(intensities) * 4
 
 
 def _vertical(roofline: Roofline, low: float) -> tuple[float, float]:

@@ -186,18 +186,18 @@ def _busiest(lanes: Sequence[LaneReport]) -> LaneReport:
 
 def _passes(recording: Recording) -> tuple[PassFigures, ...]:
     bars = recording.bars
-    found: dict[int, PassFigures] = {}
+    by_number: dict[int, PassFigures] = {}
     columns = zip(bars.passes, bars.lanes, bars.start_us, bars.length_us, bars.bytes, strict=True)
     for number, lane, start_us, length_us, size in columns:
-        figures = found.get(number)
+        figures = by_number.get(number)
         if figures is None:
-            figures = found[number] = PassFigures(number=number, start_us=start_us, end_us=start_us)
+            figures = by_number[number] = PassFigures(number=number, start_us=start_us, end_us=start_us)
         figures.start_us = min(figures.start_us, start_us)
         figures.end_us = max(figures.end_us, start_us + length_us)
         figures.tasks += 1
         figures.busy_us[lane] += length_us
         figures.bytes[lane] += size
-    passes = tuple(found[number] for number in sorted(found))
+    passes = tuple(by_number[number] for number in sorted(by_number))
     before_us = passes[0].start_us
     for figures in passes:
         figures.length_us, before_us = max(0.0, figures.end_us - before_us), figures.end_us
@@ -224,8 +224,8 @@ def _timelines(recording: Recording) -> Iterator[Timeline]:
         )
 
     order = sorted(range(len(bars)), key=bars.passes.__getitem__)
-    for _, mine in groupby(order, key=bars.passes.__getitem__):
-        yield Timeline(spans=tuple(map(span, mine)))
+    for _, pass_bars in groupby(order, key=bars.passes.__getitem__):
+        yield Timeline(spans=tuple(map(span, pass_bars)))
 
 
 def _lane(n: int, passes: Sequence[PassFigures], tasks: int, about: TraceHeader, wall_s: float) -> LaneReport:

@@ -83,15 +83,15 @@ def page_text(report: Report, recording: Recording, *, title: str) -> Iterator[s
     yield f"<script>\n{script}</script>\n</html>\n"
 
 
-def shown_passes(tasks: Sequence[int], most: int) -> list[int]:
-    """Return the positions of the passes whose ``tasks`` fit in ``most``: all, or evenly spread, and at least one."""
+def shown_passes(tasks: Sequence[int], limit: int) -> list[int]:
+    """Return the positions of the passes whose ``tasks`` fit in ``limit``: all, or evenly spread, and at least one."""
     count, total = len(tasks), max(sum(tasks), 1)
-    kept = min(count, most * count // total)
-    while kept > 1:
-        spread = sorted({round(k * (count - 1) / (kept - 1)) for k in range(kept)})
-        if sum(tasks[position] for position in spread) <= most:
+    num_shown = min(count, limit * count // total)
+    while num_shown > 1:
+        spread = sorted({round(k * (count - 1) / (num_shown - 1)) for k in range(num_shown)})
+        if sum(tasks[position] for position in spread) <= limit:
             return spread
-        kept = min(kept - 1, kept * 9 // 10)
+        num_shown = min(num_shown - 1, num_shown * 9 // 10)
     return [count // 2]
 
 
@@ -182,7 +182,7 @@ def _bubbles(report: Report) -> Iterator[str]:
     if report.bubbles:
         longest = max(bubble.seconds for bubble in report.bubbles.values())
         heads = ("cause", "", "seconds", "of the run", "times", "longest", "before")
-        yield _table(heads, (_bubble(*each, longest, report.wall_s) for each in report.bubbles.items()))
+        yield _table(heads, (_bubble(*bubble, longest, report.wall_s) for bubble in report.bubbles.items()))
     yield "</section>\n"
 
 
@@ -264,11 +264,11 @@ def _data(report: Report, recording: Recording, shown: Sequence[int]) -> str:
 
 def _windows(report: Report, shown: Sequence[int]) -> list[dict[str, Any]]:
     """Return windows of passes in order, each from the end of the one before; hidden passes may share a window."""
-    positions = [n for n, lane in enumerate(Lane) if any(str(lane) == found.lane for found in report.lanes)]
-    most, kept = -(-len(report.passes) // MOST_WINDOWS), set(shown)
+    positions = [n for n, lane in enumerate(Lane) if any(str(lane) == lane_row.lane for lane_row in report.lanes)]
+    window_size, shown_set = -(-len(report.passes) // MOST_WINDOWS), set(shown)
     groups: list[list[int]] = []
     for position in range(len(report.passes)):
-        if position in kept or not groups or groups[-1][-1] in kept or len(groups[-1]) >= most:
+        if position in shown_set or not groups or groups[-1][-1] in shown_set or len(groups[-1]) >= window_size:
             groups.append([])
         groups[-1].append(position)
     windows = []
@@ -279,7 +279,7 @@ def _windows(report: Report, shown: Sequence[int]) -> list[dict[str, Any]]:
         windows.append(
             {
                 "name": str(first.number) if first is last else f"{first.number}–{last.number}",
-                "shown": group[0] in kept,
+                "shown": group[0] in shown_set,
                 "start": round(first.end_us - first.length_us, 1),
                 "end": round(last.end_us, 1),
                 "shares": [round(share, 3) for share in shares],
@@ -291,20 +291,20 @@ def _windows(report: Report, shown: Sequence[int]) -> list[dict[str, Any]]:
 def _bars(recording: Recording, passes: set[int], lanes: Sequence[str]) -> dict[str, list[float]]:
     bars, names = recording.bars, [str(lane) for lane in Lane]
     rows = {n: lanes.index(name) for n, name in enumerate(names) if name in lanes}
-    kept = [i for i, number in enumerate(bars.passes) if number in passes]
-    kept = sorted(kept, key=bars.start_us.__getitem__)[:MOST_TASKS_SHOWN]
+    indices = [i for i, number in enumerate(bars.passes) if number in passes]
+    indices = sorted(indices, key=bars.start_us.__getitem__)[:MOST_TASKS_SHOWN]
     return {
-        "start": [round(bars.start_us[i], 1) for i in kept],
-        "length": [round(bars.length_us[i], 2) for i in kept],
-        "lane": [rows[bars.lanes[i]] for i in kept],
-        "kind": [bars.kinds[i] for i in kept],
-        "pass": [bars.passes[i] for i in kept],
-        "layer": [bars.layers[i] for i in kept],
-        "batch": [bars.micro_batches[i] for i in kept],
-        "expert": [bars.experts[i] for i in kept],
-        "bytes": [bars.bytes[i] for i in kept],
-        "cause": [_cause(recording, i) for i in kept],
-        "until": [round(bars.until_us[i], 1) for i in kept],
+        "start": [round(bars.start_us[i], 1) for i in indices],
+        "length": [round(bars.length_us[i], 2) for i in indices],
+        "lane": [rows[bars.lanes[i]] for i in indices],
+        "kind": [bars.kinds[i] for i in indices],
+        "pass": [bars.passes[i] for i in indices],
+        "layer": [bars.layers[i] for i in indices],
+        "batch": [bars.micro_batches[i] for i in indices],
+        "expert": [bars.experts[i] for i in indices],
+        "bytes": [bars.bytes[i] for i in indices],
+        "cause": [_cause(recording, i) for i in indices],
+        "until": [round(bars.until_us[i], 1) for i in indices],
     }
 
 

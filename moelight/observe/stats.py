@@ -76,7 +76,7 @@ class RunStats:
     @property
     def binding(self) -> Binding | None:
         """The busiest lane and its share of ``wall_s``; None if nothing ran."""
-        lane = max(self.lanes, key=lambda each: self.lanes[each].busy_s, default=None)
+        lane = max(self.lanes, key=lambda name: self.lanes[name].busy_s, default=None)
         return None if lane is None or not self.lanes[lane].busy_s else Binding(lane=lane, share=self._share(lane))
 
     def _share(self, lane: Lane) -> float:
@@ -105,7 +105,7 @@ class RunStats:
                 "bubbles_s": dict(self.lanes[binding.lane].bubbles_s),
             },
             "counts": dict(self.counts),
-            "adaptations": [each.as_dict() for each in self.adaptations],
+            "adaptations": [adaptation.as_dict() for adaptation in self.adaptations],
         }
 
 
@@ -131,28 +131,28 @@ class LaneTotals:
 
     def add(self, timeline: Timeline) -> None:
         """Add the spans of one pass; a lane not given at construction is added with its first span."""
-        mine = timeline.busy_s()
-        for lane, seconds in mine.items():
+        busy_s = timeline.busy_s()
+        for lane, seconds in busy_s.items():
             self._busy_s[lane] += seconds
         crossed, tasks = self._bytes, self._tasks
         for span in timeline.spans:
             crossed[span.task.lane] += span.bytes
             tasks[span.task.lane] += 1
-        if mine:
+        if busy_s:
             before_s, self._ended_s = self._ended_s, timeline.end_s
-            self._recent.append((timeline.end_s - (timeline.start_s if before_s is None else before_s), mine))
+            self._recent.append((timeline.end_s - (timeline.start_s if before_s is None else before_s), busy_s))
         self._bubbles.add(timeline)
 
     @property
     def binding(self) -> Binding | None:
         """The busiest lane of the last `_RECENT_PASSES` passes and its share of their time; None before any pass."""
         busy_s: defaultdict[Lane, float] = defaultdict(float)
-        for _, mine in self._recent:
-            for lane, seconds in mine.items():
+        for _, pass_busy in self._recent:
+            for lane, seconds in pass_busy.items():
                 busy_s[lane] += seconds
         if not busy_s:
             return None
-        lane, seconds = max(busy_s.items(), key=lambda each: each[1])
+        lane, seconds = max(busy_s.items(), key=lambda item: item[1])
         length_s = sum(length_s for length_s, _ in self._recent)
         return Binding(lane=lane, share=min(1.0, seconds / length_s) if length_s > 0 else 0.0)
 

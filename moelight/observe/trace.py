@@ -266,7 +266,7 @@ def _add(bars: TaskColumns, event: _TaskEvent) -> None:
     bars.until_us.append(until_us)
 
 
-def _position(word: str, known: dict[str, int], what: str) -> int:
-    if word not in known:
-        raise _TraceError(f"{what} is {word[:40]!r}, not one that moelight knows{did_you_mean(word[:40], known)}")
-    return known[word]
+def _position(word: str, positions: dict[str, int], label: str) -> int:
+    if word not in positions:
+        raise _TraceError(f"{label} is {word[:40]!r}, not one that moelight knows{did_you_mean(word[:40], positions)}")
+    return positions[word]

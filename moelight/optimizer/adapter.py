@@ -24,7 +24,7 @@ from moelight.hrm.estimate import cost_model_of, placement_counts
 from moelight.hrm.footprint import WHOLE_EXPERTS, fixed_bytes, pass_tokens, prefill_tokens
 from moelight.hrm.machine_model import Speeds, slowed
 from moelight.hrm.pass_cost import PassCost, pass_cost
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.hrm.schedule_time import pass_s
 from moelight.hrm.workload_model import Passes, steady_passes
 from moelight.profiles.model import ModelProfile
@@ -134,16 +134,16 @@ class Allocation:
             rows.append((n, mu, self.policy.micro_batch_tokens // cut, count, ahead))
         if self.policy.discrete and self.policy.schedule == "cgopipe":
             rows += [(n, mu, tokens, prompts, ahead) for ahead in range(1, MOST_LOOK_AHEAD + 1)]
-        found = [row for row in dict.fromkeys(rows) if 1 <= row[1] <= row[2] and min(row[0], row[3]) >= 1]
-        found = [row for row in found if self._fixed.isdisjoint(_changes(values, row))]
-        fits = self.holds(_many(self.policy, found))
-        return [row for row, fit in zip(found, fits, strict=True) if fit or row == values]
+        valid = [row for row in dict.fromkeys(rows) if 1 <= row[1] <= row[2] and min(row[0], row[3]) >= 1]
+        valid = [row for row in valid if self._fixed.isdisjoint(_changes(values, row))]
+        fits = self.holds(_many(self.policy, valid))
+        return [row for row, fit in zip(valid, fits, strict=True) if fit or row == values]
 
 
 def passes_that_ran(ran: Sequence[Passed]) -> Passes:
     """Convert measured passes to the ledger's `Passes`, one entry each."""
     names = ("decode_tokens", "context", "prompt_tokens", "prompt_len")
-    columns = {name: np.array([getattr(each, name) for each in ran], dtype=float) for name in names}
+    columns = {name: np.array([getattr(run, name) for run in ran], dtype=float) for name in names}
     return Passes(count=np.ones(len(ran)), **columns)
 
 
@@ -157,7 +157,7 @@ class Adapter:
         """``speeds`` are those of the policy's estimate; `FIELDS` in ``fixed`` never change."""
         self.policy, self.allocation = policy, Allocation(model, policy, dtype, fixed=fixed)
         self._cost_model = cost_model_of(model, policy, speeds, dtype)
-        self._placed = placement_counts(place(model, policy), policy)
+        self._placed = placement_counts(place_pages(model, policy), policy)
         self._belief: Belief = {}
         self._ran: deque[Passed] = deque(maxlen=_REMEMBERED)
         self._with_prompts, self._gen_len = 1.0, 1.0
@@ -212,7 +212,7 @@ class Adapter:
     ) -> Adaptation | None:
         """End the trial: keep the change if its passes realise enough of the predicted gain, else change back."""
         expected = float(np.sum(self.seconds(self.policy, passes_that_ran(ran), belief)))
-        longer = sum(each.seconds for each in ran) / expected
+        longer = sum(run.seconds for run in ran) / expected
         realised = (1.0 + gain) / longer - 1.0
         self._trial, self._cooldown = None, _COOLDOWN
         if realised >= min(_KEPT * gain, WORTH_IT):
@@ -258,9 +258,9 @@ class Adapter:
 
     def _evidence(self, ran: Sequence[Passed], best: Values, rest: Rest) -> str:
         """The reason for a change: the busiest lane's measured over planned time, or batch size, or prompt passes."""
-        least = _NAMED_FROM * sum(each.seconds for each in ran)
+        least = _NAMED_FROM * sum(run.seconds for run in ran)
         planned = self.lanes(self.policy, passes_that_ran(ran), {})
-        busy = {lane: sum(each.busy_s.get(lane, 0.0) for each in ran) for lane, s in planned.items() if s > 0}
+        busy = {lane: sum(run.busy_s.get(lane, 0.0) for run in ran) for lane, s in planned.items() if s > 0}
         lane = max((name for name in busy if busy[name] > least), key=busy.__getitem__, default=None)
         if lane is not None and not 1 / 1.1 < busy[lane] / planned[lane] < 1.1:
             return f"{lane} takes {busy[lane] / planned[lane]:.1f}x what was planned"
@@ -283,10 +283,10 @@ class Adapter:
         passes, slower = passes_that_ran(ran), {lane: by for lane, by in belief.items() if lane in LANES}
         for _ in range(_ROUNDS):
             for lane, seconds in self.lanes(policy, passes, slower).items():
-                measured = sum(each.busy_s.get(lane, 0.0) for each in ran)
+                measured = sum(run.busy_s.get(lane, 0.0) for run in ran)
                 if seconds > 0 and measured > 0:
                     slower[lane] = limited(slower.get(lane, 1.0) * measured / seconds)
-        took, explained = sum(each.seconds for each in ran), float(np.sum(self.seconds(policy, passes, slower)))
+        took, explained = sum(run.seconds for run in ran), float(np.sum(self.seconds(policy, passes, slower)))
         return {**slower, "pass": limited(took / explained) if took > 0 and explained > 0 else 1.0}
 
     def lanes(self, policy: Policy, passes: Passes, belief: Belief) -> dict[str, float]:
@@ -295,8 +295,11 @@ class Adapter:
         cost, speeds = self._cost(policy, passes, belief), self._cost_model.speeds
         busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
         if not self._cost_model.discrete:
-            kept = {"cpu": speeds.under_disk, "disk": speeds.disk_under_cpu}
-            busy = {lane: own + np.minimum(cost.waits[lane], own / kept[lane] - own) for lane, own in busy.items()}
+            slowed = {"cpu": speeds.under_disk, "disk": speeds.disk_under_cpu}
+            busy = {
+                lane: seconds + np.minimum(cost.waits[lane], seconds / slowed[lane] - seconds)
+                for lane, seconds in busy.items()
+            }
         return {lane: float(np.sum(np.broadcast_to(s, np.shape(cost.count)))) for lane, s in busy.items()}
 
     def _cost(self, sizes: Policy, passes: Passes, belief: Belief) -> PassCost:
@@ -313,7 +316,7 @@ class Adapter:
             running=rows,
             batches=np.ceil(rows / sizes.micro_batch_size),
             prompt_tokens=tokens / np.ceil(tokens / sizes.micro_batch_tokens),
-            whole=sizes.schedule in WHOLE_EXPERTS,
+            grouped=sizes.schedule in WHOLE_EXPERTS,
             look_ahead=sizes.look_ahead,
             ring_pages=sizes.ring_pages,
         )

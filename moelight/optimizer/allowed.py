@@ -16,9 +16,9 @@ KNOWN = (*WEIGHTS, KV8)
 CACHES = (AUTO, INT8.name)  # formats of keys and values that run, beside those of weights
 
 
-def parse_allowed(given: str | None) -> tuple[str, ...]:
-    """The names in ``given``, separated by commas; raises ConfigError for an unknown one."""
-    names = [name.strip() for name in given.split(",")] if given is not None else []
+def parse_allowed(text: str | None) -> tuple[str, ...]:
+    """The names in ``text``, separated by commas; raises ConfigError for an unknown one."""
+    names = [name.strip() for name in text.split(",")] if text is not None else []
     for name in names:
         if name not in KNOWN:
             raise ConfigError(f"--allow: {name!r} is not one of {', '.join(KNOWN)}{did_you_mean(name, KNOWN)}")

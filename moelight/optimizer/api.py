@@ -108,17 +108,17 @@ def simulate(
         _hardware(machine),
         load_workload(work) if isinstance(work, str) else work,
     )
-    found = stage.simulated_run(policy.schedule if schedule is None else schedule)
+    run = stage.simulated_run(policy.schedule if schedule is None else schedule)
     if not with_prompts:
-        return found.steady.timeline
-    if found.with_prompts is None:
+        return run.steady.timeline
+    if run.with_prompts is None:
         raise ConfigError("simulate: this workload has no pass that brings prompts")
-    return found.with_prompts.timeline
+    return run.with_prompts.timeline
 
 
-def _hardware(given: HardwareProfile | str) -> HardwareProfile:
-    return load_hardware_profile(given) if isinstance(given, str) else given
+def _hardware(hardware: HardwareProfile | str) -> HardwareProfile:
+    return load_hardware_profile(hardware) if isinstance(hardware, str) else hardware
 
 
-def _model(given: ModelProfile | str) -> ModelProfile:
-    return load_model_profile(given) if isinstance(given, str) else given
+def _model(model: ModelProfile | str) -> ModelProfile:
+    return load_model_profile(model) if isinstance(model, str) else model

@@ -101,12 +101,12 @@ def least_seconds(problem: Problem, known_s: float) -> float:
 def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Candidates]:
     """The sizes, as single candidates, that some placement might make faster than ``known_s``, lowest bound first;
     complete if the boxes suffice and prompt micro-batches are fixed."""
-    found: list[tuple[float, Candidates]] = []
+    open_boxes: list[tuple[float, Candidates]] = []
     for variant in variants(problem):
         front, left = _Front.of(problem, variant, known_s * (1 - EXACT)), most_boxes
         while len(front.waiting) and left > 0:
             left -= front.advance()
-        boxes = _joined(front.whole, front.waiting)
+        boxes = _joined(front.settled, front.waiting)
         order = np.argsort(boxes.least_s, kind="stable")
         sizes = np.stack([boxes.n1, boxes.b1, boxes.t1, boxes.r1, boxes.g1])[:, order]
         _, first = np.unique(sizes, axis=1, return_index=True)
@@ -115,20 +115,20 @@ def undecided(problem: Problem, known_s: float, *, most_boxes: int) -> list[Cand
             values = (boxes.n1[index], mu[index], boxes.t0[index], max(1, boxes.r1[index] // boxes.t0[index]))
             ring = np.int64(boxes.g1[index])
             candidate = make_candidates(problem, variant, *(np.int64(value) for value in values), ring_pages=ring)
-            found.append((float(boxes.least_s[index]), candidate))
-    return [candidate for _, candidate in sorted(found, key=lambda item: item[0])]
+            open_boxes.append((float(boxes.least_s[index]), candidate))
+    return [candidate for _, candidate in sorted(open_boxes, key=lambda item: item[0])]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Front:
-    """The boxes of one variant that may hold a policy faster than ``goal_s``: ``waiting`` to be cut, or ``whole``,
+    """The boxes of one variant that may hold a policy faster than ``goal_s``: ``waiting`` to be cut, or ``settled``,
     which cannot be cut further. ``raised``: relative rise of the bound by cuts so far, per length of each side."""
 
     problem: Problem
     variant: Candidates
     goal_s: float
     waiting: _Boxes
-    whole: _Boxes
+    settled: _Boxes
     raised: Any
 
     @classmethod
@@ -137,7 +137,12 @@ class _Front:
         boxes = _all(problem, variant)
         boxes = replace(boxes, least_s=_bound_s(problem, variant, boxes))
         front = cls(
-            problem=problem, variant=variant, goal_s=goal_s, waiting=boxes, whole=boxes.at([]), raised=np.array(RAISES)
+            problem=problem,
+            variant=variant,
+            goal_s=goal_s,
+            waiting=boxes,
+            settled=boxes.at([]),
+            raised=np.array(RAISES),
         )
         front.waiting = front._open(boxes)
         return front
@@ -145,14 +150,14 @@ class _Front:
     @property
     def least_s(self) -> float:
         """The least of all bounds; infinite if no box is left."""
-        return float(min(np.min(boxes.least_s, initial=np.inf) for boxes in (self.waiting, self.whole)))
+        return float(min(np.min(boxes.least_s, initial=np.inf) for boxes in (self.waiting, self.settled)))
 
     def advance(self) -> int:
         """Cut the boxes with the lowest bounds; return the number of new boxes."""
         order = np.argsort(self.waiting.least_s, kind="stable")
         first, rest = self.waiting.at(order[:AT_ONCE]), self.waiting.at(order[AT_ONCE:])
         single = np.max(_lengths(self.problem, first), axis=0) <= 0
-        self.whole, boxes = _joined(self.whole, first.at(single)), first.at(~single)
+        self.settled, boxes = _joined(self.settled, first.at(single)), first.at(~single)
         for _ in range(MOST_CUTS):  # cut again while too few boxes are left for one call of `_bound_s`
             boxes = self._cut(boxes)
             if not len(boxes) or len(boxes) >= WORTH_A_CALL:
@@ -191,11 +196,11 @@ def _joined(*parts: _Boxes) -> _Boxes:
 
 def _all(problem: Problem, variant: Candidates) -> _Boxes:
     """Boxes that together cover every candidate of a variant."""
-    total, (fewest, most) = problem.pages, problem.sequences
+    total, (fewest, maximum) = problem.pages, problem.sequences
     number, fixed = problem.count("num_micro_batches"), problem.count("micro_batch_tokens")
-    longest = max(problem.prompt_tokens, most, LEAST_TOKENS)  # the most tokens of a pass
-    n = _ranges(fewest, most, 8)
-    b = [(number, number)] if number is not None else _ranges(1, most, 16)
+    longest = max(problem.prompt_tokens, maximum, LEAST_TOKENS)  # the most tokens of a pass
+    n = _ranges(fewest, maximum, 8)
+    b = [(number, number)] if number is not None else _ranges(1, maximum, 16)
     tokens = [(fixed, fixed)] if fixed is not None else [(1, longest)]
     prompt_batches = problem.count("prompt_micro_batches")
     free = prompt_batches is None and fixed is None
@@ -219,12 +224,12 @@ def _all(problem: Problem, variant: Candidates) -> _Boxes:
     return _trimmed(problem, _Boxes(**dict(zip(_FIELDS, columns, strict=True))))
 
 
-def _ranges(fewest: int, most: int, factor: int) -> list[tuple[int, int]]:
-    """``fewest`` to ``most`` in ranges that grow by ``factor``."""
+def _ranges(fewest: int, maximum: int, factor: int) -> list[tuple[int, int]]:
+    """``fewest`` to ``maximum`` in ranges that grow by ``factor``."""
     edges = [fewest]
-    while factor * edges[-1] <= most:
+    while factor * edges[-1] <= maximum:
         edges.append(factor * edges[-1])
-    return list(zip(edges, [*(edge - 1 for edge in edges[1:]), most], strict=True))
+    return list(zip(edges, [*(edge - 1 for edge in edges[1:]), maximum], strict=True))
 
 
 def _trimmed(problem: Problem, boxes: _Boxes) -> _Boxes:
@@ -278,7 +283,7 @@ def _bound_s(problem: Problem, variant: Candidates, boxes: _Boxes) -> Any:
             running=wide if fewest else boxes.n0,
             batches=boxes.b0 if fewest else boxes.b1,
             prompt_tokens=(many if fewest else few).astype(float),
-            whole=variant.schedule in WHOLE_EXPERTS,
+            grouped=variant.schedule in WHOLE_EXPERTS,
             look_ahead=variant.look_ahead,
             routed_only=on_demand,
             apart=0.0,
@@ -303,8 +308,8 @@ def _bound_s(problem: Problem, variant: Candidates, boxes: _Boxes) -> Any:
         bare, _ = fill(problem, replace(smallest, device_kv=0 * boxes.k0), **room)
         links = [cost(replace(bare, device_kv=k), fewest=True) for k in (boxes.k0, boxes.k1)]
         best = _pages_or_cache(variant, best, bare, room["free"], boxes, links)
-    each = pass_s(variant.schedule, best)
-    seconds = np.sum(kinds.count * each, axis=0) + more * np.min(each[: ALL_DECODE + 1], axis=0)
+    pass_seconds = pass_s(variant.schedule, best)
+    seconds = np.sum(kinds.count * pass_seconds, axis=0) + more * np.min(pass_seconds[: ALL_DECODE + 1], axis=0)
     return np.where(feasible, seconds, np.inf)
 
 

@@ -57,11 +57,11 @@ def first_sample(problem: Problem, variant: Candidates) -> Candidates:
 def _tokens(problem: Problem, draw: np.random.Generator, count: int) -> tuple[Any, Any]:
     """Random tokens of a prompt micro-batch, some as many as the longest context, for which no context is gathered; and
     prompt tokens of a pass."""
-    most = max(problem.prompt_tokens, LEAST_TOKENS)
-    tokens = np.exp2(draw.integers(4, np.log2(max(min(most, 1 << 16), 32)) + 1, count))
-    whole = problem.model.max_positions
-    tokens = np.where(draw.random(count) < 0.1 if whole <= 4 * most else False, whole, tokens)
-    return tokens, tokens * np.exp2(np.minimum(draw.exponential(2.5, count), np.log2(np.maximum(most / tokens, 1))))
+    maximum = max(problem.prompt_tokens, LEAST_TOKENS)
+    tokens = np.exp2(draw.integers(4, np.log2(max(min(maximum, 1 << 16), 32)) + 1, count))
+    context = problem.model.max_positions
+    tokens = np.where(draw.random(count) < 0.1 if context <= 4 * maximum else False, context, tokens)
+    return tokens, tokens * np.exp2(np.minimum(draw.exponential(2.5, count), np.log2(np.maximum(maximum / tokens, 1))))
 
 
 def _prefill_over(problem: Problem, variant: Candidates, sequences: Any, passes: Any) -> Any:
@@ -99,7 +99,7 @@ def around(problem: Problem, beam: Candidates, *, step: float) -> Candidates:
         homes.append((requested[0], np.nan, 0.0, *requested[3:]))
     for other, shares in product(others, homes):  # with the prompts of as many sequences, which take memory, too
         spread = np.concatenate((_prefill_over(problem, beam, other, _PASSES) / t, p * other / n), axis=1)
-        moves += [(other, np.ceil(other / mu), t, whole(spread), *shares) for whole in (np.floor, np.ceil)]
+        moves += [(other, np.ceil(other / mu), t, rounding(spread), *shares) for rounding in (np.floor, np.ceil)]
     # Prompts of fewer tokens leave room on the device for a page that the CPU computes.
     freed = (
         [requested, (np.maximum(requested[0] - 1, 0), *requested[1:])] if beam.ffn_device == "split" else [requested]
@@ -206,30 +206,30 @@ def _token_moves(t: Any, p: Any, step: float) -> tuple[Any, Any]:
     as_before = np.round(t * p / np.maximum(tokens, 1))
     both = np.broadcast_arrays(tokens, p)
     prompt_batches = np.broadcast_arrays(t, prefill)
-    kept = np.broadcast_arrays(tokens, as_before)
-    return tuple(np.concatenate(parts, axis=1) for parts in zip(both, prompt_batches, kept, strict=True))  # type: ignore[return-value]
+    unchanged = np.broadcast_arrays(tokens, as_before)
+    return tuple(np.concatenate(parts, axis=1) for parts in zip(both, prompt_batches, unchanged, strict=True))  # type: ignore[return-value]
 
 
 def _near_shares(problem: Problem, candidate: Candidates, requested: Any, step: float) -> tuple[list[Any], list[Any]]:
     """Placements near ``requested``: other numbers of resident pages, the cache in the remaining memory; and a second
     list for unchanged sizes only: other numbers of pages for the CPU, and pages on disk instead of host memory."""
-    c, k, most, x, ring = requested
+    c, k, resident, x, ring = requested
     single, wide = np.array([1.0, -1.0, 1.0, -1.0]), np.array([1.0, -1.0, 0.0, 0.0]) * step / 4
     near: list[Any] = []
     alone: list[Any] = [requested]
     if cache_is_open(problem, candidate):
-        pages = np.minimum(most, problem.pages) + single + np.round(problem.pages * wide)
-        near += [(c, np.nan, kept, x, ring) for kept in (*pages.T[:2, :, None], np.inf)] + [(c, 1.0, np.inf, x, ring)]
-        alone += [(c, np.nan, kept, x, ring) for kept in pages.T[2:, :, None]]
+        pages = np.minimum(resident, problem.pages) + single + np.round(problem.pages * wide)
+        near += [(c, np.nan, stay, x, ring) for stay in (*pages.T[:2, :, None], np.inf)] + [(c, 1.0, np.inf, x, ring)]
+        alone += [(c, np.nan, stay, x, ring) for stay in pages.T[2:, :, None]]
     if candidate.ffn_device == "split":
         more = c + single + np.round(problem.pages * wide)
-        near += [(pages_for_cpu, k, most, x, ring) for pages_for_cpu in more.T[:2, :, None]]
+        near += [(pages_for_cpu, k, resident, x, ring) for pages_for_cpu in more.T[:2, :, None]]
         for pages_for_cpu in more.T[:, :, None]:
             alone += [(pages_for_cpu, *shares) for _, *shares in (requested, *near[:-2])]
     if candidate.ffn_device != "cpu":
         spilled = x + single + np.round(problem.pages * wide)
-        alone += [(c, k, most, pages_from_disk, ring) for pages_from_disk in spilled.T[:, :, None]]
-        near += [(c, k, most, 0.0, ring)]
+        alone += [(c, k, resident, pages_from_disk, ring) for pages_from_disk in spilled.T[:, :, None]]
+        near += [(c, k, resident, 0.0, ring)]
     return near, alone
 
 
@@ -250,7 +250,7 @@ def _ring_moves(problem: Problem, beam: Candidates, columns: tuple[Any, ...], st
         0 * ring + largest,
     )
     sizes = (n, np.round(n * (1 + step)), np.round(n / (1 + step)), n + 1, n - 1)
-    return [(size, np.ceil(size / mu), t, p, *rest, np.round(each)) for each in rings for size in sizes]
+    return [(size, np.ceil(size / mu), t, p, *rest, np.round(slots)) for slots in rings for size in sizes]
 
 
 def cache_is_open(problem: Problem, variant: Candidates) -> bool:
@@ -260,7 +260,17 @@ def cache_is_open(problem: Problem, variant: Candidates) -> bool:
 
 
 def _choices(
-    problem: Problem, variant: Candidates, n: Any, b: Any, t: Any, p: Any, c: Any, k: Any, most: Any, x: Any, ring: Any
+    problem: Problem,
+    variant: Candidates,
+    n: Any,
+    b: Any,
+    t: Any,
+    p: Any,
+    c: Any,
+    k: Any,
+    resident: Any,
+    x: Any,
+    ring: Any,
 ) -> Candidates:
     """Candidates from raw columns: clipped, fixed values inserted, μ as small as possible, infeasible rows dropped."""
     fewest, largest = problem.sequences
@@ -282,9 +292,9 @@ def _choices(
     keep = mu <= t
     if number is not None:
         keep &= -(-n // mu) == number
-    most = np.where(np.isnan(k), np.clip(most, 0, np.inf), np.inf)
-    kept = np.flatnonzero(keep)
+    resident = np.where(np.isnan(k), np.clip(resident, 0, np.inf), np.inf)
+    selected = np.flatnonzero(keep)
     x, ring = np.clip(x, 0, problem.pages), np.clip(ring, *problem.rings(variant)).astype(np.int64)
-    n, mu, t, p, c, k, most, x, ring = (a[kept] for a in (n, mu, t, p, c, k, most, x, ring))
-    requested = {"computed": c, "device_kv": k, "resident": most, "spilled": x, "ring_pages": ring}
+    n, mu, t, p, c, k, resident, x, ring = (a[selected] for a in (n, mu, t, p, c, k, resident, x, ring))
+    requested = {"computed": c, "device_kv": k, "resident": resident, "spilled": x, "ring_pages": ring}
     return make_candidates(problem, variant, n, mu, t, p, **requested)

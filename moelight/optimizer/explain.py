@@ -36,12 +36,12 @@ _LANES = {
 }
 
 
-def why(plan: Plan, model: ModelProfile) -> str:
+def explain_policy(plan: Plan, model: ModelProfile) -> str:
     """One sentence: sizes, placement, and the binding lane."""
     policy, tier = plan.policy, "host" if plan.policy.ffn_device == "cpu" else "device"
     lane, pages = plan.estimate.binding, "layers" if model.dense else "experts"
-    said = activations_text(policy, model)
-    rounded = f", {said}" if said else ""
+    activations = activations_text(policy, model)
+    rounded = f", {activations}" if activations else ""
     return (
         f"{model.name}: N = {policy.batch_size} in micro-batches of {policy.micro_batch_size}, {policy.schedule}"
         f"{rounded}; "
@@ -57,37 +57,37 @@ def activations_text(policy: Policy, model: ModelProfile) -> str:
     return "" if policy.activations == "auto" else f"{policy.activations} activations{beside}"
 
 
-def what_if(problem: Problem, found: Found) -> tuple[WhatIf, ...]:
+def what_if(problem: Problem, result: Found) -> tuple[WhatIf, ...]:
     """The gain of doubling each part of the machine, and of experts and of keys and values in fewer bits, best first,
     without gains below 1 %. Devices and schedule are kept and only sizes near the chosen ones are tried, so that
     planning anew can only gain more."""
-    now_s = _seconds(problem, found)
-    gains = {f"twice the {what}": now_s / _seconds(better, found) - 1.0 for what, better in _better(problem).items()}
-    for what, formats in _fewer_bits(problem, found).items():
-        gains[what] = now_s / _seconds(problem, found, **formats) - 1.0
+    now_s = _seconds(problem, result)
+    gains = {f"twice the {label}": now_s / _seconds(better, result) - 1.0 for label, better in _better(problem).items()}
+    for label, formats in _fewer_bits(problem, result).items():
+        gains[label] = now_s / _seconds(problem, result, **formats) - 1.0
     return worth_saying(gains)
 
 
 def worth_saying(gains: Mapping[str, float]) -> tuple[WhatIf, ...]:
     """The gains by change that reach `WORTH_SAYING`, best first."""
-    found = (WhatIf(change=change, gain=gain) for change, gain in gains.items() if gain >= WORTH_SAYING)
-    return tuple(sorted(found, key=lambda each: -each.gain))
+    worthwhile = (WhatIf(change=change, gain=gain) for change, gain in gains.items() if gain >= WORTH_SAYING)
+    return tuple(sorted(worthwhile, key=lambda change: -change.gain))
 
 
-def _fewer_bits(problem: Problem, found: Found) -> dict[str, dict[str, str]]:
+def _fewer_bits(problem: Problem, result: Found) -> dict[str, dict[str, str]]:
     """Number formats that the plan does not use and that take fewer bytes, as keys of a policy, in words."""
-    policy, model, better = found.candidate, problem.model, dict[str, dict[str, str]]()
+    policy, model, better = result.candidate, problem.model, dict[str, dict[str, str]]()
     if policy.weight_dtype == AUTO and len(allowed_weights(WEIGHTS, model)) > 1:
         better["experts in int4"] = {"weight_dtype": INT4.name}
     if policy.kv_dtype == AUTO and len(allowed_caches((KV8,), model)) > 1:
         better["keys and values in int8"] = {"kv_dtype": INT8.name}
-    return {what: formats for what, formats in better.items() if problem.fixed.keys().isdisjoint(formats)}
+    return {label: formats for label, formats in better.items() if problem.fixed.keys().isdisjoint(formats)}
 
 
-def _seconds(problem: Problem, found: Found, **formats: Any) -> float:
-    """Seconds of the job at the best sizes near those of ``found``, with its devices, schedule and number formats, or
+def _seconds(problem: Problem, result: Found, **formats: Any) -> float:
+    """Seconds of the job at the best sizes near those of ``result``, with its devices, schedule and number formats, or
     with other ``formats``."""
-    candidate = replace(found.candidate, **formats)
+    candidate = replace(result.candidate, **formats)
     shown = Policy(
         model=problem.name,
         **{name: getattr(candidate, name) for name in ("attention_device", "ffn_device", "weight_dtype", "kv_dtype")},
@@ -96,8 +96,8 @@ def _seconds(problem: Problem, found: Found, **formats: Any) -> float:
     here = replace(
         candidate,
         cost_model=cost_model_of(problem.model, shown, problem.speeds, problem.dtype),
-        computed=found.placed.computed,
-        device_kv=found.placed.device_kv or np.nan,
+        computed=result.placed.computed,
+        device_kv=result.placed.device_kv or np.nan,
         resident=np.inf,
         spilled=0.0,
     )
@@ -109,7 +109,7 @@ def _seconds(problem: Problem, found: Found, **formats: Any) -> float:
 
 
 def _better(problem: Problem) -> dict[str, Problem]:
-    speeds, found = problem.speeds, {}
+    speeds, better = problem.speeds, {}
     changes: dict[str, dict[str, Any]] = {
         "link bandwidth": {"h2d": 2 * speeds.h2d, "d2h": 2 * speeds.d2h} if problem.has_gpu else {},
         "GPU": {"gpu": _twice(speeds.gpu)} if speeds.gpu is not None else {},
@@ -119,11 +119,11 @@ def _better(problem: Problem) -> dict[str, Problem]:
     }
     for tier in ("device", "host"):
         if tier in problem.capacity_bytes:
-            found[f"{tier} memory"] = _with(problem, tier, 2 * problem.capacity_bytes[tier])
-    for what, faster in changes.items():
+            better[f"{tier} memory"] = _with(problem, tier, 2 * problem.capacity_bytes[tier])
+    for change, faster in changes.items():
         if faster:
-            found[what] = replace(problem, speeds=replace(speeds, **faster))
-    return found
+            better[change] = replace(problem, speeds=replace(speeds, **faster))
+    return better
 
 
 def _twice(unit: Unit) -> Unit:
@@ -160,11 +160,11 @@ def infeasible_error(problem: Problem) -> BudgetError:
 
 
 def _too_small(problem: Problem, tier: str, needed: int, also: str = "") -> BudgetError:
-    given = problem.capacity_bytes[tier]
+    capacity = problem.capacity_bytes[tier]
     text = (
-        f"--{tier}-memory {format_bytes(given)} is too small for {problem.model.name}: at least "
+        f"--{tier}-memory {format_bytes(capacity)} is too small for {problem.model.name}: at least "
         f"{format_bytes(needed, round_up=True)} is needed on this workload, "
-        f"{format_bytes(needed - given, round_up=True)} more{also}"
+        f"{format_bytes(needed - capacity, round_up=True)} more{also}"
     )
     hint = _with_a_limit(problem) or _without_a_fix(problem)
     return BudgetError(text + hint, tier=tier, needed_bytes=needed)
@@ -189,21 +189,26 @@ def _least(problem: Problem, looks: list[Candidates], tier: str) -> int | None:
     some = [(candidates, free_memory(bare, candidates)) for candidates in looks if candidates.batch_size.size]
 
     def fitting(size: int) -> list[tuple[Candidates, FreeMemory]]:
-        sized = ((each, free, replace(free, **{tier: getattr(free, tier) + size})) for each, free in some)
-        return [(each, free) for each, free, whole in sized if np.any(fill(problem, each, free=whole)[1])]
+        sized = ((candidate, free, replace(free, **{tier: getattr(free, tier) + size})) for candidate, free in some)
+        return [
+            (candidate, free)
+            for candidate, free, enlarged in sized
+            if np.any(fill(problem, candidate, free=enlarged)[1])
+        ]
 
     low, high, some = problem.capacity_bytes[tier], _PLENTY, fitting(_PLENTY)
     if not some:
         return None
     while high - low > 1:  # nothing fits in `low`, and of each of `some` a candidate fits in `high`
         middle = min((low + high) // 2, 2 * low + 1)
-        found = fitting(middle)
-        low, high, some = (low, middle, found) if found else (middle, high, some)
+        fits = fitting(middle)
+        low, high, some = (low, middle, fits) if fits else (middle, high, some)
     return high
 
 
 def _with_a_limit(problem: Problem) -> str:
-    """What the longest answer takes, if the problem is feasible with a limit of answers; else empty."""
+    """Describe the requirements of the longest answer, if the problem is feasible with a limit of answers; else
+    empty."""
     work, model = problem.workload, problem.model
     limited = replace(work, max_gen_len=None)
     if work.max_gen_len is None or not feasible(replace(problem, workload=limited)):
@@ -229,10 +234,10 @@ def _on_disk(problem: Problem) -> BudgetError:
     """The error for a disk too small for the expert pages, where more memory does not help."""
     free = free_memory(problem, next(variants(problem)))
     needed = free.pages * free.page_bytes
-    given = problem.capacity_bytes.get("disk", 0)
+    capacity = problem.capacity_bytes.get("disk", 0)
     return BudgetError(
-        f"--disk {format_bytes(given)} is too small for {problem.model.name}: its experts take "
-        f"{format_bytes(needed, round_up=True)}, {format_bytes(needed - given, round_up=True)} more"
+        f"--disk {format_bytes(capacity)} is too small for {problem.model.name}: its experts take "
+        f"{format_bytes(needed, round_up=True)}, {format_bytes(needed - capacity, round_up=True)} more"
         f"{_without_a_fix(problem)}",
         tier="disk",
         needed_bytes=needed,

@@ -62,11 +62,11 @@ _SLACK = 1e-9
 _MOST_DIGITS = 20  # of a count
 
 
-def check_activations(given: str | None, *, option: str = "--activations") -> None:
+def check_activations(activations: str | None, *, option: str = "--activations") -> None:
     """Raise ConfigError for a value of ``option`` that names no activations."""
-    if given is not None and given not in ACTIVATIONS:
-        hint = did_you_mean(given, ACTIVATIONS)
-        raise ConfigError(f"{option} {given!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
+    if activations is not None and activations not in ACTIVATIONS:
+        hint = did_you_mean(activations, ACTIVATIONS)
+        raise ConfigError(f"{option} {activations!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
 
 
 def check_dtype(dtype: str, *, option: str = "--dtype") -> None:
@@ -75,31 +75,29 @@ def check_dtype(dtype: str, *, option: str = "--dtype") -> None:
         raise ConfigError(f"{option} {dtype!r} is not one of {', '.join(COMPUTED)}{did_you_mean(dtype, COMPUTED)}")
 
 
-def parse_fixes(given: Iterable[str]) -> dict[str, Fixed]:
+def parse_fixes(texts: Iterable[str]) -> dict[str, Fixed]:
     """The fixed values by full key: whole numbers, shares from 0 to 1, or words."""
-    found: dict[str, Fixed] = {}
+    fixes: dict[str, Fixed] = {}
     written: dict[str, str] = {}
-    for text in given:
+    for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not name or not value:
             raise ConfigError(f"--fix {text}: write KEY=VALUE, for example --fix attention=cpu")
         key = SHORT.get(name, name)
         if key not in KEYS:
-            known = (*KEYS, *SHORT)
-            raise ConfigError(
-                f"--fix {text}: unknown key {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
-            )
+            keys = (*KEYS, *SHORT)
+            raise ConfigError(f"--fix {text}: unknown key {name!r}{did_you_mean(name, keys)}; known: {', '.join(keys)}")
         fixed = _value(key, value, text)
-        if found.setdefault(key, fixed) != fixed:
+        if fixes.setdefault(key, fixed) != fixed:
             raise ConfigError(f"--fix {written[key]} and --fix {text} contradict each other")
         written.setdefault(key, text)
-    return found
+    return fixes
 
 
 def check_fixes(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
     """Raise ConfigError if two of ``fixes`` contradict each other (both are named), or a GPU is missing."""
-    for keys, why in chain(_in_shares(fixes), _in_sizes(fixes), _in_devices(fixes)):
-        raise _contradiction(fixes, *keys, why=why)
+    for keys, reason in chain(_in_shares(fixes), _in_sizes(fixes), _in_devices(fixes)):
+        raise _contradiction(fixes, *keys, reason=reason)
     _check_schedule(fixes, has_gpu=has_gpu)
     for key in ("attention_device", "ffn_device", "weights.device", "kv.device", "cpu_experts"):
         if not has_gpu and fixes.get(key, "cpu") not in ("cpu", 0.0):
@@ -112,12 +110,12 @@ def check_extent(model: ModelProfile, workload: Workload, fixes: Mapping[str, Fi
     parts = int(fixes.get("num_micro_batches", 1)) * int(fixes.get("micro_batch_size", 1))
     sequences = int(fixes.get("batch_size", max(workload.num_requests, parts)))
     tokens = min(workload.max_prompt_len + workload.gen_len, model.max_positions)
-    most = _MOST_CACHE_BYTES // (tokens * max(kv_token_bytes(model, FLOAT32), 1))
-    if sequences > most:
-        given = [f"--fix {key}={fixes[key]}" for key in SIZES if key in fixes]
+    max_sequences = _MOST_CACHE_BYTES // (tokens * max(kv_token_bytes(model, FLOAT32), 1))
+    if sequences > max_sequences:
+        options = [f"--fix {key}={fixes[key]}" for key in SIZES if key in fixes]
         raise ConfigError(
-            f"{', '.join(given) or f'num_requests {workload.num_requests:,}'} with up to {tokens:,} tokens each: "
-            f"more than can be planned for, at most {most:,} sequences; ask for fewer, the speed is the same"
+            f"{', '.join(options) or f'num_requests {workload.num_requests:,}'} with up to {tokens:,} tokens each: "
+            f"more than can be planned for, at most {max_sequences:,} sequences; ask for fewer, the speed is the same"
         )
 
 
@@ -158,60 +156,60 @@ _Contradictions = Iterator[tuple[tuple[str, ...], str]]  # keys that contradict 
 
 def _in_shares(fixes: Mapping[str, Fixed]) -> _Contradictions:
     for keys in (("weights.device", "weights.host", "weights.disk"), ("kv.device", "kv.host")):
-        given = {key: float(fixes[key]) for key in keys if key in fixes}
-        for one, other in combinations(given, 2):
-            if given[one] + given[other] > 1 + _SLACK:
+        fixed_shares = {key: float(fixes[key]) for key in keys if key in fixes}
+        for one, other in combinations(fixed_shares, 2):
+            if fixed_shares[one] + fixed_shares[other] > 1 + _SLACK:
                 yield (one, other), "shares sum to 1"
-        total = sum(given.values())
-        if total > 1 + _SLACK or (len(given) == len(keys) and total < 1 - _SLACK):
-            yield tuple(given), f"shares sum to 1, and these to {total:g}"
+        total = sum(fixed_shares.values())
+        if total > 1 + _SLACK or (len(fixed_shares) == len(keys) and total < 1 - _SLACK):
+            yield tuple(fixed_shares), f"shares sum to 1, and these to {total:g}"
 
 
 def _in_sizes(fixes: Mapping[str, Fixed]) -> _Contradictions:
     _check_range(fixes)
-    mu, whole = int(fixes.get("micro_batch_size", 1)), int(fixes.get("batch_size", 1 << 62))
+    mu, batch = int(fixes.get("micro_batch_size", 1)), int(fixes.get("batch_size", 1 << 62))
     for key in ("micro_batch_size", "num_micro_batches"):
-        if int(fixes.get(key, 1)) > whole:
+        if int(fixes.get(key, 1)) > batch:
             yield (key, "batch_size"), "a micro-batch is a part of the batch"
     if int(fixes.get("micro_batch_tokens", 1 << 62)) < mu:
         yield ("micro_batch_size", "micro_batch_tokens"), "a sequence brings a token"
-    if all(key in fixes for key in SIZES) and -(-whole // mu) != int(fixes["num_micro_batches"]):
-        yield SIZES, f"{whole} sequences in micro-batches of {mu} are {-(-whole // mu)} micro-batches"
+    if all(key in fixes for key in SIZES) and -(-batch // mu) != int(fixes["num_micro_batches"]):
+        yield SIZES, f"{batch} sequences in micro-batches of {mu} are {-(-batch // mu)} micro-batches"
 
 
 def _in_devices(fixes: Mapping[str, Fixed]) -> _Contradictions:
     def share(key: str, default: float) -> float:
         return float(fixes.get(key, default))
 
-    on_cpu, why = share("cpu_experts", 0.0), "the CPU computes experts in host memory"
+    on_cpu, reason = share("cpu_experts", 0.0), "the CPU computes experts in host memory"
     if on_cpu and fixes.get("ffn_device", "split") != "split":
         yield ("cpu_experts", "ffn_device"), "only split lets CPU and GPU share the experts"
     for key, left in (("weights.host", share("weights.host", 1.0)), *((key, 1 - share(key, 0.0)) for key in _OFF_HOST)):
         if on_cpu and on_cpu > left + _SLACK:
-            yield ("cpu_experts", key), why
+            yield ("cpu_experts", key), reason
     if fixes.get("attention_device") == "cpu":
         for key, used in (("kv.device", share("kv.device", 0.0) > 0), ("kv.host", share("kv.host", 1.0) < 1 - _SLACK)):
             if used:
                 yield ("attention_device", key), "the CPU attends over keys and values in host memory"
     if fixes.get("ffn_device") == "cpu" and fixes.get("weights.device"):
-        yield ("ffn_device", "weights.device"), why
+        yield ("ffn_device", "weights.device"), reason
 
 
 def _check_schedule(fixes: Mapping[str, Fixed], *, has_gpu: bool) -> None:
     """Refuse a fixed schedule whose devices are missing or fixed otherwise."""
     if "schedule" not in fixes:
         return
-    schedule, known = str(fixes["schedule"]), {"attention_device": PROCESSORS, "ffn_device": FFN_DEVICES}
-    choices = product(*((str(fixes[key]),) if key in fixes else words for key, words in known.items()))
+    schedule, allowed = str(fixes["schedule"]), {"attention_device": PROCESSORS, "ffn_device": FFN_DEVICES}
+    choices = product(*((str(fixes[key]),) if key in fixes else words for key, words in allowed.items()))
     reasons = [misfit(schedule, discrete=has_gpu, attention=a, experts=EXPERT_PLACES[ffn]) for a, ffn in choices]
     if None in reasons:
         return
-    named = [key for key in known if key in fixes]
+    named = [key for key in allowed if key in fixes]
     if not has_gpu or not named:
         raise ConfigError(f"--fix schedule={schedule} cannot be: it {reasons[0]}")
-    raise _contradiction(fixes, "schedule", *named, why=f"{schedule} {reasons[0]}")
+    raise _contradiction(fixes, "schedule", *named, reason=f"{schedule} {reasons[0]}")
 
 
-def _contradiction(fixes: Mapping[str, Fixed], *keys: str, why: str) -> ConfigError:
+def _contradiction(fixes: Mapping[str, Fixed], *keys: str, reason: str) -> ConfigError:
     named = [f"--fix {key}={fixes[key]}" for key in keys]
-    return ConfigError(f"{', '.join(named[:-1])} and {named[-1]} contradict each other: {why}")
+    return ConfigError(f"{', '.join(named[:-1])} and {named[-1]} contradict each other: {reason}")

@@ -45,14 +45,14 @@ class _IntegerProgram:
             self._solver.changeColCost(len(_NAMES) + kind, 1.0)
 
     def add(
-        self, coefficients: Mapping[str, float], *, least: float = -np.inf, most: float = np.inf, kind: int = -1
+        self, coefficients: Mapping[str, float], *, least: float = -np.inf, maximum: float = np.inf, kind: int = -1
     ) -> None:
         """Limit a linear sum of variables. ``kind``: the kind of pass whose seconds are subtracted from the sum."""
         row = {_NAMES.index(name): float(value) for name, value in coefficients.items() if value}
         if kind >= 0:
             row[len(_NAMES) + kind] = -1.0
         columns, values = np.array(list(row), dtype=np.int32), np.array(list(row.values()), dtype=float)
-        self._solver.addRow(least, most, len(row), columns, values)
+        self._solver.addRow(least, maximum, len(row), columns, values)
 
     def solved(self) -> list[float] | None:
         """The values of all variables; None if infeasible."""
@@ -74,13 +74,13 @@ def solve(problem: Problem, candidate: Candidates) -> Found | None:
         for slope, alone in zip(slopes * (count / scale), base * (count / scale), strict=True):
             per = dict(zip(_AFFINE_IN, slope, strict=True))
             per["device_blocks"] = per.pop("device_kv") / blocks
-            integer_program.add(per, most=-float(alone), kind=kind)
-    found = integer_program.solved()
-    if found is None:
+            integer_program.add(per, maximum=-float(alone), kind=kind)
+    solution = integer_program.solved()
+    if solution is None:
         return None
-    whole = dict(zip(_NAMES, (float(round(value)) for value in found), strict=False))
-    pages = {name: whole[name] for name in _AFFINE_IN[:3]}
-    placed = PlacementCounts(**pages, device_kv=whole["device_blocks"] / blocks)
+    rounded = dict(zip(_NAMES, (float(round(value)) for value in solution), strict=False))
+    pages = {name: rounded[name] for name in _AFFINE_IN[:3]}
+    placed = PlacementCounts(**pages, device_kv=rounded["device_blocks"] / blocks)
     seconds = float(job_s(candidate.cost_model, problem.workload, candidate, placed))
     return Found(candidate=candidate, placed=placed, seconds=seconds)
 
@@ -91,30 +91,32 @@ def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerPr
     device, host = float(free.device) / free.slot_bytes, float(free.host) / free.slot_bytes
     kv = int(free.kv_blocks) * block
     integer_program.add(
-        {"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=free.pages, most=free.pages
+        {"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=free.pages, maximum=free.pages
     )
     integer_program.add({"per_layer": free.layers, "from_host": -1, "from_disk": -1}, least=0)
-    integer_program.add({"from_disk": 1, "reads": -free.pages}, most=0)
+    integer_program.add({"from_disk": 1, "reads": -free.pages}, maximum=0)
     ring, taken = _rings(candidate, free, integer_program)
-    integer_program.add({"from_disk": 1}, most=free.disk // free.page_bytes)
+    integer_program.add({"from_disk": 1}, maximum=free.disk // free.page_bytes)
     if candidate.attention_device == "cpu":  # whole slots on both sides, so nothing is lost to the solver's tolerance
-        integer_program.add({"device_blocks": 1}, most=0)
+        integer_program.add({"device_blocks": 1}, maximum=0)
         block = 0.0
         device, host = float(math.floor(device)), float(math.floor(host - kv))
     else:
         device, host = device - _TOLERANCE, host - kv - _TOLERANCE
     if candidate.ffn_device == "cpu":
-        integer_program.add({"resident": 1, **ring, "device_blocks": -block}, most=host - taken)
+        integer_program.add({"resident": 1, **ring, "device_blocks": -block}, maximum=host - taken)
         if candidate.residents == "learned" and not candidate.discrete:  # the ring holds a layer
-            integer_program.add({"resident": 1, "reads": free.pages // free.layers, "device_blocks": -block}, most=host)
-        integer_program.add({"from_host": 1, "computed": 1}, most=0)
+            integer_program.add(
+                {"resident": 1, "reads": free.pages // free.layers, "device_blocks": -block}, maximum=host
+            )
+        integer_program.add({"from_host": 1, "computed": 1}, maximum=0)
         if candidate.discrete:
-            integer_program.add({"device_blocks": block}, most=device)
+            integer_program.add({"device_blocks": block}, maximum=device)
         return
-    integer_program.add({"resident": 1, **ring, "device_blocks": block}, most=device - taken)
-    integer_program.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, most=host)
+    integer_program.add({"resident": 1, **ring, "device_blocks": block}, maximum=device - taken)
+    integer_program.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, maximum=host)
     if candidate.ffn_device != "split":
-        integer_program.add({"computed": 1}, most=0)
+        integer_program.add({"computed": 1}, maximum=0)
 
 
 def _rings(
@@ -147,16 +149,16 @@ def _fixed(problem: Problem, candidate: Candidates, free: FreeMemory, integer_pr
     for key, coefficients in counts.items():
         pages = problem.fixed_pages(key)
         if pages is not None:
-            integer_program.add(coefficients, least=pages, most=pages)
+            integer_program.add(coefficients, least=pages, maximum=pages)
     device_kv = problem.device_kv if candidate.attention_device == "gpu" else 0.0
     if device_kv is not None:
         requested = round(device_kv * int(free.kv_blocks))
-        integer_program.add({"device_blocks": 1}, least=requested, most=requested)
+        integer_program.add({"device_blocks": 1}, least=requested, maximum=requested)
 
 
 def _terms(problem: Problem, candidate: Candidates) -> list[tuple[float, Any, Any]]:
     """For each kind of pass: its count, and its terms as slopes ``[terms, variables]`` over a base ``[terms]``."""
-    cost_model, found = candidate.cost_model, []
+    cost_model, terms = candidate.cost_model, []
     kinds = kinds_of(cost_model.model, problem.workload, candidate)
     for index in np.flatnonzero(kinds.count > 0):
         kind = kinds.kind(int(index))
@@ -168,5 +170,5 @@ def _terms(problem: Problem, candidate: Candidates) -> list[tuple[float, Any, An
 
         base = at()
         slopes = np.stack([at(**{name: 1.0}) - base for name in _AFFINE_IN], axis=1)
-        found.append((float(kind.count), slopes, base))
-    return found
+        terms.append((float(kind.count), slopes, base))
+    return terms

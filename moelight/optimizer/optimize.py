@@ -16,10 +16,10 @@ from moelight.hrm.estimate import cost_model_of, estimate
 from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.pass_cost import PlacementCounts
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer.bound import least_seconds
-from moelight.optimizer.explain import infeasible_error, what_if, why
+from moelight.optimizer.explain import explain_policy, infeasible_error, what_if
 from moelight.optimizer.fixed_values import check_extent, check_fixes
 from moelight.optimizer.placement import Found
 from moelight.optimizer.plan import Plan, TierUse, key_of, store_plan, stored_plan
@@ -60,16 +60,16 @@ def make_plan(
     if "gpus" in fix:
         hardware = with_gpus(hardware, int(fix.pop("gpus")))
     key = key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
-    found = stored_plan(key) if cache else None
-    if found is None:
+    plan = stored_plan(key) if cache else None
+    if plan is None:
         began_s = time.perf_counter()
         if estimator == "paper":
             from moelight.optimizer.published import published_plan
 
             tiers = [
-                replace(each, capacity_bytes=limits.get(each.name, each.capacity_bytes)) for each in hardware.tiers
+                replace(tier, capacity_bytes=limits.get(tier.name, tier.capacity_bytes)) for tier in hardware.tiers
             ]
-            found = published_plan(replace(hardware, tiers=tuple(tiers)), model, workload, name=name, fix=fix)
+            plan = published_plan(replace(hardware, tiers=tuple(tiers)), model, workload, name=name, fix=fix)
         else:
             problem = Problem(
                 name=name,
@@ -82,14 +82,14 @@ def make_plan(
                 kv_dtypes=kv_dtypes,
                 fixed=fix,
             )
-            found = best_plan(problem, hardware, limits, proof=proof)
-        found = replace(found, solve_s=time.perf_counter() - began_s)
+            plan = best_plan(problem, hardware, limits, proof=proof)
+        plan = replace(plan, solve_s=time.perf_counter() - began_s)
         if cache and proof:
-            store_plan(key, found)
+            store_plan(key, plan)
     gpu = hardware.processor("gpu")
-    policy = replace(found.policy, gpus=gpu.count if gpu is not None and found.policy.discrete else 1)
+    policy = replace(plan.policy, gpus=gpu.count if gpu is not None and plan.policy.discrete else 1)
     speeds = None if estimator == "paper" else speeds_of(hardware)
-    return replace(found, policy=policy, why_not=why_not(policy, model, compute_dtype(model, hardware)), speeds=speeds)
+    return replace(plan, policy=policy, why_not=why_not(policy, model, compute_dtype(model, hardware)), speeds=speeds)
 
 
 def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, int], *, proof: bool = True) -> Plan:
@@ -97,13 +97,13 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
     check_extent(problem.model, problem.workload, problem.fixed)
     _check_cache(problem)
     began_s = time.perf_counter()
-    found = search(problem)
-    if found is None and problem.small_rings is None and problem.has_gpu:
+    result = search(problem)
+    if result is None and problem.small_rings is None and problem.has_gpu:
         problem = replace(problem, small_rings=True)
-        found = search(problem)
-    if found is None:
+        result = search(problem)
+    if result is None:
         raise infeasible_error(problem)
-    policy = _simplest(problem, policy_of(problem, found))
+    policy = _simplest(problem, policy_of(problem, result))
     priced = estimate(problem.model, policy, problem.workload, problem.speeds, dtype=problem.dtype)
     tokens = problem.workload.num_requests * problem.workload.gen_len
     bound_s = least_seconds(problem, tokens / priced.tokens_per_s) if proof else 0.0
@@ -115,18 +115,18 @@ def best_plan(problem: Problem, hardware: HardwareProfile, limits: Mapping[str, 
         estimate=priced,
         memory=memory_of(problem, policy, hardware, limits),
         why="",
-        what_if=what_if(problem, found) if proof else (),
+        what_if=what_if(problem, result) if proof else (),
         bound_tokens_per_s=tokens / bound_s if proof else 0.0,
         speeds=problem.speeds,
         fixed=tuple(sorted(problem.fixed)),
     )
-    return replace(plan, why=why(plan, problem.model), solve_s=time.perf_counter() - began_s)
+    return replace(plan, why=explain_policy(plan, problem.model), solve_s=time.perf_counter() - began_s)
 
 
 def _check_cache(problem: Problem) -> None:
     """Refuse a fixed cache that cannot hold the least number of running sequences."""
-    (fewest, most), tokens = problem.sequences, problem.count("kv_tokens")
-    if tokens is not None and fewest > most:
+    (fewest, maximum), tokens = problem.sequences, problem.count("kv_tokens")
+    if tokens is not None and fewest > maximum:
         needed = int(cache_tokens(problem.workload, fewest, problem.block_size, problem.model.max_positions))
         sequences, needs = ("the longest sequence", "needs") if fewest == 1 else (f"{fewest:,} sequences", "need")
         raise ConfigError(
@@ -134,9 +134,9 @@ def _check_cache(problem: Problem) -> None:
         )
 
 
-def policy_of(problem: Problem, found: Found) -> Policy:
+def policy_of(problem: Problem, result: Found) -> Policy:
     """Convert the candidate to a policy whose shares give every page the tier that the search chose."""
-    candidate, placed, total = found.candidate, found.placed, problem.pages
+    candidate, placed, total = result.candidate, result.placed, problem.pages
     disk, device = placed.from_disk / total, (total - placed.offloaded) / total
     if candidate.ffn_device == "cpu":
         weights = Shares(host=1.0 - disk, disk=disk)
@@ -156,10 +156,10 @@ def policy_of(problem: Problem, found: Found) -> Policy:
     )
 
 
-def _ring_pages(problem: Problem, placed: PlacementCounts, most: int) -> int:
-    """``Policy.ring_pages`` of a ring of at most ``most`` pages: 0 where it holds those that two layers stream."""
+def _ring_pages(problem: Problem, placed: PlacementCounts, max_pages: int) -> int:
+    """``Policy.ring_pages`` of a ring of at most ``max_pages`` pages: 0 where it holds those that two layers stream."""
     streamed = placed.from_host + placed.from_disk
-    return most if most < 2 * math.ceil(streamed / problem.model.num_moe_layers) else 0
+    return max_pages if max_pages < 2 * math.ceil(streamed / problem.model.num_moe_layers) else 0
 
 
 def _simplest(problem: Problem, policy: Policy) -> Policy:
@@ -205,38 +205,42 @@ def memory_of(
     the disk the pages that every pass reads, without the checkpoint itself."""
     taken, uses = _footprint(problem, policy), []
     for tier, capacity in problem.capacity_bytes.items():
-        whole = tier_bytes(hardware, tier, limits)
+        total = tier_bytes(hardware, tier, limits)
         purposes = [(arena.purpose, arena.bytes) for arena in taken.arenas if arena.tier == tier and arena.bytes]
-        if tier == "disk" and (streamed := len(place(problem.model, policy).on("disk"))):
+        if tier == "disk" and (streamed := len(place_pages(problem.model, policy).on("disk"))):
             page_dtype = cost_model_of(problem.model, policy, problem.speeds, problem.dtype).page_dtype
             purposes = [("disk_experts", streamed * page_bytes(problem.model, page_dtype))]
-        if whole > capacity and tier in SYSTEM_SHARE:  # a checkpoint may bound the disk, but reserves nothing
-            purposes.append(("system", whole - capacity))
-        if whole:
-            uses.append(TierUse(tier=tier, capacity_bytes=whole, by_purpose=tuple(purposes)))
+        if total > capacity and tier in SYSTEM_SHARE:  # a checkpoint may bound the disk, but reserves nothing
+            purposes.append(("system", total - capacity))
+        if total:
+            uses.append(TierUse(tier=tier, capacity_bytes=total, by_purpose=tuple(purposes)))
     return tuple(uses)
 
 
 def tier_bytes(hardware: HardwareProfile, tier: str, limits: Mapping[str, int]) -> int:
     """Bytes of ``tier`` on the machine, all GPUs together, or the user's limit."""
-    found, gpu = hardware.tier(tier), hardware.processor("gpu")
+    memory, gpu = hardware.tier(tier), hardware.processor("gpu")
     count = gpu.count if tier == "device" and gpu is not None else 1
     if tier in limits:
         return limits[tier] * count
-    return 0 if found is None else found.capacity_bytes * count
+    return 0 if memory is None else memory.capacity_bytes * count
 
 
 def capacities(hardware: HardwareProfile, limits: Mapping[str, int]) -> dict[str, int]:
     """Usable bytes of every tier: the user's limit in full, or the whole tier less the system's share."""
-    there = [tier for tier in ("device", "host", "disk") if tier != "device" or hardware.tier("device") is not None]
-    sizes = {tier: tier_bytes(hardware, tier, limits) for tier in there}
-    kept_back = {tier: 0.0 if tier in limits else SYSTEM_SHARE.get(tier, 0.0) for tier in there}
+    present = [tier for tier in ("device", "host", "disk") if tier != "device" or hardware.tier("device") is not None]
+    sizes = {tier: tier_bytes(hardware, tier, limits) for tier in present}
+    kept_back = {tier: 0.0 if tier in limits else SYSTEM_SHARE.get(tier, 0.0) for tier in present}
     return {tier: size - int(size * kept_back[tier]) for tier, size in sizes.items()}
 
 
 def compute_dtype(model: ModelProfile, hardware: HardwareProfile) -> DType:
     """The dtype of computation: the model's own unless it is quantised in groups, else bfloat16; on a GPU without that,
     float16 in mixed precision."""
-    own, gpu = dtype_named(model.dtype), hardware.processor("gpu")
-    own = own if own.group == 0 else BFLOAT16
-    return computed_in(FLOAT16, own) if own == BFLOAT16 and gpu is not None and not gpu.bfloat16 else own
+    model_dtype, gpu = dtype_named(model.dtype), hardware.processor("gpu")
+    model_dtype = model_dtype if model_dtype.group == 0 else BFLOAT16
+    return (
+        computed_in(FLOAT16, model_dtype)
+        if model_dtype == BFLOAT16 and gpu is not None and not gpu.bfloat16
+        else model_dtype
+    )

@@ -112,7 +112,7 @@ def _fill_beside(
     if candidates.ffn_device == "split" and in_host is None and problem.share("cpu_experts") is None:
         held = computed = np.maximum(computed, _least_computed(free, candidates, cache))
     device, pages = free.device - cache * free.kv_block_bytes, free.pages - computed
-    most = ring_of(problem.model, candidates.ring_pages)
+    max_ring = ring_of(problem.model, candidates.ring_pages)
 
     def host_slots(spared: Any) -> Any:
         """Slots of host memory beside the cache, of which ``spared`` blocks are elsewhere."""
@@ -122,17 +122,17 @@ def _fill_beside(
     on_disk, on_host = (problem.fixed_pages(f"weights.{tier}") or 0 for tier in ("disk", "host"))
     if candidates.ffn_device == "cpu":
         slots, on_device = host_slots(cache), cache
-        resident, ring, fits = _resident(pages, free, slots, problem.fixed_pages("weights.host"), on_disk, most)
+        resident, ring, fits = _resident(pages, free, slots, problem.fixed_pages("weights.host"), on_disk, max_ring)
         if candidates.residents == "learned" and not candidates.discrete:
             resident, fits = _beside_a_layer(problem, free, pages, slots, resident, ring, fits)
         from_host = np.zeros_like(resident)
         fits &= device >= 0
     else:
         slots, elsewhere = np.floor(device / free.slot_bytes), on_disk + np.maximum(on_host - computed, 0)
-        resident, ring, fits = _resident(pages, free, slots, problem.fixed_pages("weights.device"), elsewhere, most)
+        resident, ring, fits = _resident(pages, free, slots, problem.fixed_pages("weights.device"), elsewhere, max_ring)
         fewer = resident > candidates.resident  # the others stream through the ring
         resident = np.where(fewer, candidates.resident, resident)
-        ring = np.where(fewer, _ring(pages - resident, free, most), ring)
+        ring = np.where(fewer, _ring(pages - resident, free, max_ring), ring)
         fits &= resident + ring <= slots
         left = np.clip(np.floor((device - (resident + ring) * free.slot_bytes) / free.kv_block_bytes), 0, np.inf)
         more = np.minimum(left, free.kv_blocks - cache) if candidates.attention_device == "gpu" else 0
@@ -205,44 +205,44 @@ def _from_host(
     kept_off = host is not None and streamed > host - held
     reads = (streamed > on_host) | bool(problem.share("weights.disk")) | kept_off
     on_host = np.where(reads, slots - ring, on_host)
-    most = np.minimum(streamed, np.maximum(on_host, 0))
+    max_host = np.minimum(streamed, np.maximum(on_host, 0))
     if host is not None:
         least, requested = np.maximum(host - computed, 0), np.maximum(host - held, 0)
-        found = np.where((host >= held) & (least <= most), np.minimum(requested, most), -1)
+        from_host = np.where((host >= held) & (least <= max_host), np.minimum(requested, max_host), -1)
     elif disk is not None:
         requested = streamed - disk
-        found = np.where((requested >= held - computed) & (requested <= most), np.maximum(requested, 0), -1)
+        from_host = np.where((requested >= held - computed) & (requested <= max_host), np.maximum(requested, 0), -1)
     else:
-        found = most
-    found = np.where(on_host >= 0, found, -1)
+        from_host = max_host
+    from_host = np.where(on_host >= 0, from_host, -1)
     if host is not None or disk is not None:  # fixed shares decide which of the streamed pages are on disk
-        return found
-    moved = np.clip(np.minimum(candidates.spilled, streamed) - (streamed - found), 0, np.maximum(found, 0))
-    most = np.where(moved > 0, slots - ring, np.inf)
-    return np.where(found - moved <= most, found - moved, -1)
+        return from_host
+    moved = np.clip(np.minimum(candidates.spilled, streamed) - (streamed - from_host), 0, np.maximum(from_host, 0))
+    max_host = np.where(moved > 0, slots - ring, np.inf)
+    return np.where(from_host - moved <= max_host, from_host - moved, -1)
 
 
-def _ring(streamed: Any, free: FreeMemory, most: Any) -> Any:
-    """Slots of the ring of ``streamed`` pages: two layers of them, at ``most`` as many as a candidate says."""
-    return np.minimum(2 * np.ceil(streamed / free.layers), most)
+def _ring(streamed: Any, free: FreeMemory, max_ring: Any) -> Any:
+    """Slots of the ring of ``streamed`` pages: two layers of them, at ``max_ring`` as many as a candidate says."""
+    return np.minimum(2 * np.ceil(streamed / free.layers), max_ring)
 
 
 def _resident(
-    pages: Any, free: FreeMemory, slots: Any, requested: int | None, elsewhere: Any, most: Any
+    pages: Any, free: FreeMemory, slots: Any, requested: int | None, elsewhere: Any, max_ring: Any
 ) -> tuple[Any, Any, Any]:
     """The most resident pages r, the slots of the ring of the others, r + min(2 ceil((pages - r) / layers), most) <=
     slots, and whether both fit. Fixed shares of other tiers exclude ``elsewhere`` pages; a ``requested`` number leaves
     no choice."""
     if requested is not None:
         resident = np.minimum(requested, pages) + 0 * slots
-        ring = _ring(pages - resident, free, most)
+        ring = _ring(pages - resident, free, max_ring)
         return resident, ring, (resident + ring <= slots) & (requested <= pages - elsewhere)
     if free.layers > 2:
         per_layer = np.where(slots >= pages, 0, np.maximum(1, np.ceil((pages - slots) / (free.layers - 2))))
     else:
         per_layer = np.where(slots >= pages, 0, np.ceil(pages / free.layers))
     double = np.minimum(pages - elsewhere, slots - 2 * per_layer)
-    resident = np.where(slots >= pages, double, np.maximum(double, np.minimum(pages - elsewhere, slots - most)))
+    resident = np.where(slots >= pages, double, np.maximum(double, np.minimum(pages - elsewhere, slots - max_ring)))
     ring = 2 * np.maximum(per_layer, np.ceil((pages - np.maximum(resident, 0)) / free.layers))
-    ring = np.where(resident > double, _ring(pages - resident, free, most), ring)
+    ring = np.where(resident > double, _ring(pages - resident, free, max_ring), ring)
     return np.maximum(resident, 0), ring, (resident >= 0) & (resident + ring <= slots)

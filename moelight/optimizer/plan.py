@@ -130,7 +130,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "why": plan.why,
         "runs": plan.runs,
         "why_not": list(plan.why_not),
-        "what_if": [asdict(found) for found in plan.what_if],
+        "what_if": [asdict(change) for change in plan.what_if],
         "solve_s": plan.solve_s,
         "estimator": plan.estimator,
         "hardware": plan.hardware,

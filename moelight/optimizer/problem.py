@@ -142,16 +142,16 @@ class Problem:
         cache holds; the most is below the least if that cache holds too few."""
         fixed, number, size = (self.count(key) for key in ("batch_size", "num_micro_batches", "micro_batch_size"))
         if fixed is not None:
-            least = most = fixed
+            least = maximum = fixed
         else:
             least = size or number or 1 if number is None or size is None else (number - 1) * size + 1
-            most = max(least, min(self.workload.num_requests, MOST_COUNTS["batch_size"]))
-            most = most if number is None or size is None else min(most, number * size)
+            maximum = max(least, min(self.workload.num_requests, MOST_COUNTS["batch_size"]))
+            maximum = maximum if number is None or size is None else min(maximum, number * size)
         tokens = self.count("kv_tokens")
         if tokens is None:
-            return least, most
+            return least, maximum
         held = int(cached_sequences(self.workload, tokens, self.block_size, self.model.max_positions))
-        return least, min(most, held)
+        return least, min(maximum, held)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,11 +219,13 @@ def variants(problem: Problem) -> Iterator[Candidates]:
     """Yield every allowed combination of devices, schedule, admission and dtypes, without sizes; ConfigError if the
     fixed values contradict each other. Unless fixed, host pages are pinned (less time, less memory); learned residents
     are variants of their own where they change which pages passes transfer (`hrm.estimate.least_missed`)."""
-    fixed, found = problem.fixed, False
-    given = {"schedule": problem.schedules, "weight_dtype": problem.weight_dtypes, "kv_dtype": problem.kv_dtypes}
+    fixed, any_variant = problem.fixed, False
+    requested = {"schedule": problem.schedules, "weight_dtype": problem.weight_dtypes, "kv_dtype": problem.kv_dtypes}
     if problem.model.dense:
-        given["residents"] = ("auto",)  # no pass leaves a page out
-    choices = {key: (str(fixed[key]),) if key in fixed else given.get(key, known) for key, known in _CHOICES.items()}
+        requested["residents"] = ("auto",)  # no pass leaves a page out
+    choices = {
+        key: (str(fixed[key]),) if key in fixed else requested.get(key, words) for key, words in _CHOICES.items()
+    }
     for values in product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
         attention, ffn = chosen["attention_device"], chosen["ffn_device"]
@@ -237,7 +239,7 @@ def variants(problem: Problem) -> Iterator[Candidates]:
             continue
         if misfit(chosen["schedule"], discrete=gpu, attention=attention, experts=EXPERT_PLACES[ffn]) is not None:
             continue
-        found = True
+        any_variant = True
         same: dict[str, Any] = {
             **chosen,
             "model": problem.name,
@@ -247,7 +249,7 @@ def variants(problem: Problem) -> Iterator[Candidates]:
         }
         cost_model = cost_model_of(problem.model, Policy(**same), problem.speeds, problem.dtype)
         yield Candidates(**same, cost_model=cost_model)
-    if not found:
+    if not any_variant:
         named = " and ".join(f"--fix {key}={value}" for key, value in fixed.items() if key in _DEVICE_KEYS)
         raise ConfigError(f"{named} contradict each other: no devices and schedule here have them all")
 

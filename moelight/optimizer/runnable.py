@@ -13,27 +13,27 @@ def why_not(policy: Policy, model: ModelProfile, dtype: DType) -> tuple[str, ...
     """The reasons why the engine refuses ``policy`` for ``model``, computed in ``dtype``, a clause each; empty if the
     policy runs. Only the native decoder computes in mixed precision."""
     graph = bool(model.layers) or bool(not_computed(model))
-    found = (*policy_faults(policy), *cache_faults(policy, model), *activation_faults(policy, model))
+    faults = (*policy_faults(policy), *cache_faults(policy, model), *activation_faults(policy, model))
     if not (graph and dtype.pages and policy.weight_dtype in ("auto", dtype.name)):
-        return found
+        return faults
     narrow = f"{model.model_type} runs as its module graph, which is not computed in float16 on a GPU without bfloat16"
-    return (narrow, *found)
+    return (narrow, *faults)
 
 
 def policy_faults(policy: Policy) -> tuple[str, ...]:
     """The features of ``policy`` that the engine supports for no model, a clause each."""
-    found = []
+    faults = []
     if policy.gpus > 1:
-        found.append(f"it is for {policy.gpus:,} GPUs, and the engine uses one (optimize --fix gpus=1 plans for it)")
+        faults.append(f"it is for {policy.gpus:,} GPUs, and the engine uses one (optimize --fix gpus=1 plans for it)")
     if policy.weight_dtype != "auto" and dtype_named(policy.weight_dtype).group:
         kind = policy.weight_dtype
-        found.append(
+        faults.append(
             f"experts in {kind} (weight_dtype) need a checkpoint that stores them so: moelight convert {policy.model} "
             f"OUT --experts {kind} makes one, and OUT runs as it is"
         )
     if policy.kv_dtype not in ("auto", INT8, policy.weight_dtype):
-        found.append(f"kv_dtype {policy.kv_dtype!r} must be int8 or the weights' dtype; or leave it at auto")
-    return tuple(found)
+        faults.append(f"kv_dtype {policy.kv_dtype!r} must be int8 or the weights' dtype; or leave it at auto")
+    return tuple(faults)
 
 
 def cache_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
@@ -41,8 +41,8 @@ def cache_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
     grouped-query attention are quantised."""
     if policy.kv_dtype != INT8 or quantises_cache(model):
         return ()
-    what = "caches latents, which are not quantised" if attention_kinds(model) else "has no paged cache to quantise"
-    return (f"{model.model_type} {what} (kv_dtype int8); leave kv_dtype at auto",)
+    clause = "caches latents, which are not quantised" if attention_kinds(model) else "has no paged cache to quantise"
+    return (f"{model.model_type} {clause} (kv_dtype int8); leave kv_dtype at auto",)
 
 
 def quantises_cache(model: ModelProfile) -> bool:
@@ -56,15 +56,15 @@ def activation_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
     if policy.activations != INT8:
         return ()
     if model.dense or model.experts.by_torch:
-        what = "is dense" if model.dense else "has experts that torch computes"
-        return (f"activations int8 are served for experts of the kernels, and {model.model_type} {what}",)
+        clause = "is dense" if model.dense else "has experts that torch computes"
+        return (f"activations int8 are served for experts of the kernels, and {model.model_type} {clause}",)
     if model.stored is None:
         return (
             f"activations int8 need experts stored as integers, and those here are {model.dtype} "
             "(moelight convert --experts int8 or int4 writes such a checkpoint)",
         )
-    if (why := model.stored.without_integers) is not None:
-        return (f"activations int8: the experts are {why}",)
+    if (reason := model.stored.without_integers) is not None:
+        return (f"activations int8: the experts are {reason}",)
     if policy.ffn_device != "cpu" and model.stored.mixed:
         return (
             "activations int8: experts of some layer are stored in several formats, so on a GPU torch computes them, "

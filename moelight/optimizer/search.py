@@ -74,26 +74,26 @@ def search(problem: Problem) -> Found | None:
     every = list(variants(problem))
     usual = [variant for variant in every if RARE.isdisjoint(variant.variant)] or every
     looks = [keep_best(problem, None, first_sample(problem, variant)) for variant in usual]
-    beam = [found for found in looks if found is not None]
+    beam = [result for result in looks if result is not None]
     if not beam:
         return None
     draw, others = np.random.default_rng(0), list[Candidates]()
     for number, (widest, count, worth) in enumerate(ROUNDS):
-        best = min(found.least for found in beam)
-        beam = [found for found in beam if found.least <= best * worth]
+        best = min(result.least for result in beam)
+        beam = [result for result in beam if result.least <= best * worth]
         if number in POOLED_AFTER:
             beam = _pooled(problem, beam, every, draw)
-            devices = {found.candidates.variant[:2] for found in beam}
+            devices = {result.candidates.variant[:2] for result in beam}
             others += [variant for variant in every if variant.variant[:2] not in devices]
             every = [variant for variant in every if variant.variant[:2] in devices]
         beam = [
-            keep_best(problem, found, scattered(problem, found.candidates, draw, count, widest=widest))
-            for found in beam
+            keep_best(problem, result, scattered(problem, result.candidates, draw, count, widest=widest))
+            for result in beam
         ]
     for improve in (_refined, _restarted):
         beam = _improved(problem, beam, improve)
-    beam = [*(_refined(problem, found) for found in _in_others(problem, beam, others)), *beam]
-    best = _select_best(problem, sorted(beam, key=lambda found: found.least))
+    beam = [*(_refined(problem, result) for result in _in_others(problem, beam, others)), *beam]
+    best = _select_best(problem, sorted(beam, key=lambda result: result.least))
     open_tokens = problem.count("micro_batch_tokens") is None or problem.count("prompt_micro_batches") is None
     if best is not None and problem.workload.num_requests <= WHOLE_UP_TO and not open_tokens:
         best = _certified(problem, best)
@@ -102,44 +102,48 @@ def search(problem: Problem) -> Found | None:
 
 def _improved(problem: Problem, beam: list[Beam], improve: Callable[[Problem, Beam], Beam]) -> list[Beam]:
     """``beam`` with its best members as ``improve`` leaves them."""
-    beam = sorted(beam, key=lambda found: found.least)
+    beam = sorted(beam, key=lambda result: result.least)
     worth = beam[0].least * WORTH_FINISHING
-    first = [improve(problem, found) for found in beam[:MOST_FINISHED] if found.least <= worth]
-    return sorted(first + beam[len(first) :], key=lambda found: found.least)
+    first = [improve(problem, result) for result in beam[:MOST_FINISHED] if result.least <= worth]
+    return sorted(first + beam[len(first) :], key=lambda result: result.least)
 
 
 def _in_others(problem: Problem, beam: list[Beam], others: list[Candidates]) -> list[Beam]:
     """The beam that gains most of the sizes of the best in its variant, among the others of ``beam`` and ``others``, in
     several times as many micro-batches, since attention on the GPU may need their memory; none if no variant gains."""
-    pool, known = beam[0].first(FIRST), {found.candidates.variant: found for found in beam}
+    pool, by_variant = beam[0].first(FIRST), {result.candidates.variant: result for result in beam}
     least, best = beam[0].least * WORTH_FINISHING, []
-    for variant in [*(found.candidates for found in beam[1:]), *others]:
-        before = known.get(variant.variant)
-        found = keep_best(problem, before, joined(*(as_of(problem, pool, variant, times=each) for each in (1, 2, 4))))
-        if found is None or found.least >= least or (before and found.least >= before.least * (1 - GAINED)):
+    for variant in [*(result.candidates for result in beam[1:]), *others]:
+        before = by_variant.get(variant.variant)
+        result = keep_best(
+            problem, before, joined(*(as_of(problem, pool, variant, times=times) for times in (1, 2, 4)))
+        )
+        if result is None or result.least >= least or (before and result.least >= before.least * (1 - GAINED)):
             continue
-        least, best = found.least, [found]
+        least, best = result.least, [result]
     return best
 
 
 def _pooled(problem: Problem, beam: list[Beam], every: list[Candidates], draw: np.random.Generator) -> list[Beam]:
     """Beams of all variants at the sizes that are best in any variant; variants that fall behind are dropped."""
-    pool = joined(*(found.first(POOLED) for found in beam))
-    known = {found.candidates.variant: found for found in beam}
-    best, kept = min(found.least for found in beam), []
+    pool = joined(*(result.first(POOLED) for result in beam))
+    by_variant = {result.candidates.variant: result for result in beam}
+    best, pooled = min(result.least for result in beam), []
     for variant in every:
         here = as_of(problem, pool, variant)
         near = joined(here, scattered(problem, here, draw, NEAR_POOLED))
-        found = keep_best(problem, known.get(variant.variant), near)
-        if found is not None and found.least <= best * WORTH_POOLING:
-            kept.append(found)
-    return kept
+        result = keep_best(problem, by_variant.get(variant.variant), near)
+        if result is not None and result.least <= best * WORTH_POOLING:
+            pooled.append(result)
+    return pooled
 
 
 def feasible(problem: Problem) -> bool:
     """True if some policy fits, so that `search` finds one."""
-    fewest, most = problem.sequences
-    return fewest <= most and any(np.any(fill(problem, first_sample(problem, each))[1]) for each in variants(problem))
+    fewest, maximum = problem.sequences
+    return fewest <= maximum and any(
+        np.any(fill(problem, first_sample(problem, variant))[1]) for variant in variants(problem)
+    )
 
 
 def closed_form_s(problem: Problem, candidates: Candidates) -> tuple[Any, PlacementCounts]:
@@ -164,8 +168,8 @@ def keep_best(problem: Problem, beam: Beam | None, look: Candidates, *, by_waves
     fits = np.flatnonzero(np.isfinite(seconds))
     if beam is None and not fits.size:
         return None
-    kept = fits[np.argsort(seconds[fits], kind="stable")[:400]]
-    some, seconds = _as_filled(problem, look.at(kept), placed.map(itemgetter(kept))), seconds[kept]
+    selected = fits[np.argsort(seconds[fits], kind="stable")[:400]]
+    some, seconds = _as_filled(problem, look.at(selected), placed.map(itemgetter(selected))), seconds[selected]
     if beam is not None:
         some, seconds = joined(beam.candidates, some), np.concatenate([beam.seconds, seconds])
     order = np.lexsort((-some.micro_batch_size, -some.batch_size, np.round(np.log(seconds) / EQUAL)))
@@ -178,13 +182,13 @@ def _region(problem: Problem, candidates: Candidates, *, by_waves: bool) -> Any:
     all_stay = candidates.resident + candidates.computed >= problem.pages
     n, requests = candidates.batch_size, problem.workload.num_requests
     b = -(-n // candidates.micro_batch_size)
-    numbers = np.minimum(b, 8) + np.round(4 * np.log2(np.maximum(b / 8, 1)))
+    batches = np.minimum(b, 8) + np.round(4 * np.log2(np.maximum(b / 8, 1)))
     size, tokens = np.round(4 * np.log2(n)), np.round(np.log2(candidates.micro_batch_tokens))
     prefill = np.round(np.log2(candidates.micro_batch_tokens * candidates.prompt_micro_batches) / 2)
     if by_waves:
         waves = -(-requests // n)
         size = 2 * waves + (n == -(-requests // waves))
-    return (((size * 100 + tokens) * 100 + prefill) * 1000 + numbers) * 2 + all_stay
+    return (((size * 100 + tokens) * 100 + prefill) * 1000 + batches) * 2 + all_stay
 
 
 def _as_filled(problem: Problem, candidates: Candidates, placed: PlacementCounts) -> Candidates:
@@ -221,18 +225,18 @@ def _restarted(problem: Problem, beam: Beam) -> Beam:
     draw = np.random.default_rng(0)
     for _ in range(SHAKES):
         near = scattered(problem, beam.candidates, draw, SCATTERED, widest=-0.3)
-        found = keep_best(problem, beam, near, by_waves=True)
-        beam = _refined(problem, found) if _is_better(found.seconds[:1], beam.seconds[:1]) else found
+        result = keep_best(problem, beam, near, by_waves=True)
+        beam = _refined(problem, result) if _is_better(result.seconds[:1], beam.seconds[:1]) else result
     return beam
 
 
 def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
     """The best of ``beam`` (sorted by closed-form time) once the integer programme has placed every page."""
     best: Found | None = None
-    for found in beam[:MOST_SOLVED]:
-        if best is not None and found.least > best.seconds * WORTH_SOLVING:
+    for result in beam[:MOST_SOLVED]:
+        if best is not None and result.least > best.seconds * WORTH_SOLVING:
             break
-        candidate = found.candidates.at(0)
+        candidate = result.candidates.at(0)
         for placed in (_filled(problem, candidate), _solved(problem, candidate)):
             if placed is not None and (best is None or placed.seconds < best.seconds * (1 - EQUAL)):
                 best = placed
@@ -241,23 +245,23 @@ def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
 
 def _solved(problem: Problem, candidate: Candidates) -> Found | None:
     """The integer programme's placement; of equals, the one that leaves no memory empty."""
-    found = solve(problem, candidate) if buffers_longest(problem, candidate) else None
-    if found is None:
+    solution = solve(problem, candidate) if buffers_longest(problem, candidate) else None
+    if solution is None:
         return None
-    for device_kv in (np.nan, found.placed.device_kv):
-        requested = {"computed": found.placed.computed, "device_kv": device_kv, "resident": np.inf, "spilled": 0.0}
+    for device_kv in (np.nan, solution.placed.device_kv):
+        requested = {"computed": solution.placed.computed, "device_kv": device_kv, "resident": np.inf, "spilled": 0.0}
         full = _filled(problem, replace(candidate, **requested))
-        if full is not None and full.seconds <= found.seconds * (1 + EQUAL):
+        if full is not None and full.seconds <= solution.seconds * (1 + EQUAL):
             return full
-    return found
+    return solution
 
 
 def _certified(problem: Problem, best: Found) -> Found:
     """The optimum, if the bounds leave few enough candidates to solve them all; otherwise the best one solved."""
     for candidate in undecided(problem, best.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
-        found = _solved(problem, candidate)
-        if found is not None and found.seconds < best.seconds * (1 - EQUAL):
-            best = found
+        solution = _solved(problem, candidate)
+        if solution is not None and solution.seconds < best.seconds * (1 - EQUAL):
+            best = solution
     return best
 
 
@@ -265,12 +269,12 @@ def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
     """``best`` with the fewest prompt tokens per pass and per micro-batch that are as good (`AS_GOOD`)."""
     candidate, placed = best.candidate, best.placed
     tokens, prompt_batches = int(candidate.micro_batch_tokens), int(candidate.prompt_micro_batches)
-    sizes, whole = {tokens}, tokens * prompt_batches
+    sizes, total = {tokens}, tokens * prompt_batches
     if problem.count("micro_batch_tokens") is None:
         sizes.update(_powers(max(FEWER_TOKENS, int(candidate.micro_batch_size)), tokens))
     pairs = []
     for t in sorted(sizes):
-        fewer = {-(-r // t) for r in (whole, *_powers(t, whole))}
+        fewer = {-(-r // t) for r in (total, *_powers(t, total))}
         counts = sorted(fewer) if problem.count("prompt_micro_batches") is None else [prompt_batches]
         pairs += [(t, p) for p in counts if p <= MOST_COUNTS["prompt_micro_batches"]]
     t, p = np.array(pairs, dtype=np.int64).T

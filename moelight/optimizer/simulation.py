@@ -15,7 +15,7 @@ from moelight.core.timeline import Timeline
 from moelight.hrm import costs
 from moelight.hrm.estimate import Estimate, Phase, cost_model_of, estimate, least_missed
 from moelight.hrm.machine_model import speeds_of
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.hrm.task_cost import MicroBatchLoad, PassCosts
 from moelight.optimizer.optimize import compute_dtype
 from moelight.profiles.hardware import HardwareProfile, with_gpus
@@ -48,8 +48,8 @@ class PassRun:
     @property
     def busy_s(self) -> dict[Lane, float]:
         """Busy seconds by lane, in the order of the enumeration, without idle lanes."""
-        found = self.timeline.busy_s()
-        return {lane: found[lane] for lane in Lane if found.get(lane, 0.0) > 0}
+        busy = self.timeline.busy_s()
+        return {lane: busy[lane] for lane in Lane if busy.get(lane, 0.0) > 0}
 
     @property
     def binding(self) -> Lane:
@@ -93,7 +93,7 @@ class SimulationSetup:
         self.policy, self.model, self.hardware, self.workload = policy, model, hardware, workload
         self._dtype, self._speeds = compute_dtype(model, hardware), speeds_of(hardware)
         self.estimate = self.estimate_of(policy.schedule)
-        self._layout, self._placement = layout_of(model, policy, self._dtype), place(model, policy)
+        self._layout, self._placement = layout_of(model, policy, self._dtype), place_pages(model, policy)
         self._cost_model = cost_model_of(model, policy, self._speeds, self._dtype)
 
     def estimate_of(self, schedule: str) -> Estimate:
@@ -114,16 +114,16 @@ class SimulationSetup:
     def simulated_run(self, schedule: str, *, passes: int = STEADY_PASSES) -> SimulatedRun:
         """One pass with prompts, if the job has one, and ``passes`` decode passes; ConfigError above `MOST_TASKS`."""
         self._check_size(passes + 1)
-        loads = [found for found in (self._prompt_loads(), *[self._decode_loads()] * passes) if found]
+        loads = [pass_loads for pass_loads in (self._prompt_loads(), *[self._decode_loads()] * passes) if pass_loads]
         steps = list(self._steps(schedule, loads))
         timelines = simulate_passes(steps, dram_bytes_per_s=self._speeds.dram, inline=not self.policy.discrete)
         runs: list[PassRun] = []
-        for timeline, each, (built, _) in zip(timelines, loads, steps, strict=True):
+        for timeline, pass_loads, (built, _) in zip(timelines, loads, steps, strict=True):
             run = PassRun(
                 timeline=timeline,
                 seconds=timeline.end_s - (runs[-1].timeline.end_s if runs else 0.0),
-                decode_tokens=round(sum(load.decode_tokens for load in each)),
-                prompt_tokens=round(sum(load.prompt_tokens for load in each)),
+                decode_tokens=round(sum(load.decode_tokens for load in pass_loads)),
+                prompt_tokens=round(sum(load.prompt_tokens for load in pass_loads)),
                 lane_bytes=built.lane_bytes(),
             )
             runs.append(run)
@@ -156,13 +156,16 @@ class SimulationSetup:
     def _steps(self, schedule: str, loads: Sequence[Sequence[MicroBatchLoad]]) -> Iterator[tuple[Schedule, Price]]:
         prefetched = self._prefetched(schedule)
         before: tuple[Sequence[MicroBatchLoad], int] | None = None
-        for each in loads:
-            if before != (each, prefetched):
-                built, routed_only = self._built(schedule, each, prefetched), self._routed_only(schedule, each)
-                priced = PassCosts(
-                    self._cost_model, self._placement, each, host_kv=self._layout.kv_host, routed_only=routed_only
+        for pass_loads in loads:
+            if before != (pass_loads, prefetched):
+                built, routed_only = (
+                    self._built(schedule, pass_loads, prefetched),
+                    self._routed_only(schedule, pass_loads),
                 )
-            before, prefetched = (each, prefetched), len(built.prefetched_next)
+                priced = PassCosts(
+                    self._cost_model, self._placement, pass_loads, host_kv=self._layout.kv_host, routed_only=routed_only
+                )
+            before, prefetched = (pass_loads, prefetched), len(built.prefetched_next)
             yield built, priced
 
     def _prefetched(self, schedule: str) -> int:
@@ -183,8 +186,8 @@ class SimulationSetup:
 
     def _routed_only(self, schedule: str, loads: Sequence[MicroBatchLoad]) -> bool:
         tokens = round(sum(load.tokens for load in loads))
-        most, least = self.policy.micro_batch_tokens, least_missed(self.policy)
-        return on_demand.pays(self._layout, schedule, tokens, most, least=least)
+        max_tokens, least = self.policy.micro_batch_tokens, least_missed(self.policy)
+        return on_demand.pays(self._layout, schedule, tokens, max_tokens, least=least)
 
     def _shape(self, load: MicroBatchLoad) -> MicroBatchShape:
         context = round(load.decode_tokens * load.context) if self._layout.context_crosses else 0
@@ -213,10 +216,10 @@ class SimulationSetup:
         context, length = work.prompt_len + work.gen_len / 2, float(work.prompt_len)
         decode, prompt = round(phase.decode_tokens), round(phase.prompt_tokens)
         prompts = max(1, round(prompt / length))
-        mu, most = policy.micro_batch_size, policy.micro_batch_tokens
+        mu, max_tokens = policy.micro_batch_size, policy.micro_batch_tokens
         decoding = [MicroBatchLoad(decode_tokens=d, context=context, rows=d) for d in _cut(decode, -(-decode // mu))]
         rows, tokens = (prompts, prompt) if policy.discrete else (decode + prompts, decode + prompt)
-        count = max(-(-rows // mu), -(-tokens // most))
+        count = max(-(-rows // mu), -(-tokens // max_tokens))
         beside = [0] * count if policy.discrete else _cut(decode, count)
         with_prompts = [
             MicroBatchLoad(decode_tokens=d, context=context, prompt_tokens=p, prompt_len=length, rows=d + rows)
@@ -240,12 +243,12 @@ def _prompts(priced: Estimate) -> Phase | None:
 
 def layer_starts(timeline: Timeline) -> dict[int, float]:
     """The start of the first output projection of each layer, or of several whole layers, in seconds, by layer."""
-    found: dict[int, float] = {}
+    starts: dict[int, float] = {}
     for span in timeline.spans:
         if span.task.kind in (TaskKind.LAYERS, TaskKind.POST_ATTENTION, TaskKind.ROUTE):
             layer = span.task.layer
-            found[layer] = min(span.start_s, found.get(layer, span.start_s))
-    return found
+            starts[layer] = min(span.start_s, starts.get(layer, span.start_s))
+    return starts
 
 
 def _cut(total: int, parts: int) -> list[int]:

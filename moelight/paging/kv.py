@@ -22,14 +22,14 @@ from moelight.weights.torch_dtypes import to_torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedRows:
-    """Tokens of one layer for device attention: ``numbers`` [tokens, 2, Hkv, D], or latents and rotary keys [tokens, 1,
+    """Tokens of one layer for device attention: ``values`` [tokens, 2, Hkv, D], or latents and rotary keys [tokens, 1,
     1, R + Rr]; if those are int8 codes, ``scales`` float32 [tokens, 2, Hkv]."""
 
-    numbers: Tensor
+    values: Tensor
     scales: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.values)
 
 
 def paged_cache(
@@ -38,18 +38,18 @@ def paged_cache(
     """The cache for CPU attention of each layer, one after another in ``arena``: keys and values ``[blocks, Hkv,
     block_size, D]`` each, behind int8 ones their scales float32 ``[blocks, Hkv, block_size]`` each; or latents and
     rotary keys ``[blocks, block_size, R + Rr]``; nothing without attention. D: `AttentionSpec.cached_head_dim`."""
-    found: list[tuple[Tensor, ...]] = []
+    caches: list[tuple[Tensor, ...]] = []
     tokens = blocks * block_size
     for spec, part in zip(specs, _by_layer(arena, specs, tokens, dtype), strict=True):
         if spec.latent is not None:
-            found.append((part.view(to_torch(dtype)).view(blocks, block_size, spec.cache_width),))
+            caches.append((part.view(to_torch(dtype)).view(blocks, block_size, spec.cache_width),))
         elif spec.num_kv_heads:
-            numbers, scales = _numbers_and_scales(part, spec, tokens, dtype)
+            values, scales = _numbers_and_scales(part, spec, tokens, dtype)
             shape = (2, blocks, spec.num_kv_heads, block_size)
-            found.append((*numbers.view(*shape, spec.cached_head_dim), *(() if scales is None else scales.view(shape))))
+            caches.append((*values.view(*shape, spec.cached_head_dim), *(() if scales is None else scales.view(shape))))
         else:
-            found.append(())
-    return found
+            caches.append(())
+    return caches
 
 
 def token_cache(arena: Tensor, specs: Sequence[AttentionSpec], *, slots: int, dtype: DType) -> list[CachedRows]:
@@ -63,19 +63,19 @@ def rows_of(part: Tensor, spec: AttentionSpec, dtype: DType) -> CachedRows:
     """``part``, bytes, as tokens of one layer, as many as it holds: all numbers, then all scales; no token without
     attention."""
     tokens = part.numel() // max(kv_row_bytes(spec, dtype), 1)
-    numbers, scales = _numbers_and_scales(part, spec, tokens, dtype)
+    values, scales = _numbers_and_scales(part, spec, tokens, dtype)
     shape = (2, spec.num_kv_heads) if spec.latent is None else (1, 1)
     width = spec.cached_head_dim if spec.latent is None else spec.cache_width
     rows = None if scales is None else scales.view(tokens, *shape)
-    return CachedRows(numbers=numbers.view(tokens, *shape, width), scales=rows)
+    return CachedRows(values=values.view(tokens, *shape, width), scales=rows)
 
 
 def _numbers_and_scales(part: Tensor, spec: AttentionSpec, tokens: int, dtype: DType) -> tuple[Tensor, Tensor | None]:
     """The numbers of ``tokens`` tokens in ``part``, bytes, and the scales behind int8 ones, both flat."""
-    numbers = part[: tokens * spec.cache_width * dtype.itemsize]
+    values = part[: tokens * spec.cache_width * dtype.itemsize]
     if not dtype.group:
-        return numbers.view(to_torch(dtype)), None
-    return numbers.view(torch.int8), part[numbers.numel() : tokens * kv_row_bytes(spec, dtype)].view(torch.float32)
+        return values.view(to_torch(dtype)), None
+    return values.view(torch.int8), part[values.numel() : tokens * kv_row_bytes(spec, dtype)].view(torch.float32)
 
 
 def _by_layer(arena: Tensor, specs: Sequence[AttentionSpec], tokens: int, dtype: DType) -> Iterator[Tensor]:
@@ -116,8 +116,8 @@ class BlockPool:
         """Allocate blocks in the order of a sequence's positions, lowest free ones of each tier first."""
         if count > self.free:
             raise MoelightError(f"{count} KV blocks asked for, {self.free} are free")
-        there, twice = self._device_part(count), 2 * max(count, 1)
-        before = [(2 * i * there + count) // twice for i in range(count + 1)]
+        on_device, twice = self._device_part(count), 2 * max(count, 1)
+        before = [(2 * i * on_device + count) // twice for i in range(count + 1)]
         sides = [before[i + 1] > before[i] for i in range(count)]
         taken = [(self._on_device if on_device else self._on_host).popitem(last=False)[0] for on_device in sides]
         for block in taken:
@@ -178,6 +178,6 @@ class BlockPool:
         in_use = device_blocks - len(self._on_device)
         wanted = round((self.blocks - self.free + count) * device_blocks / self.blocks) - in_use
         least = count * device_blocks // self.blocks
-        most = -(-count * device_blocks // self.blocks)
-        part = min(max(wanted, least), most)
+        maximum = -(-count * device_blocks // self.blocks)
+        part = min(max(wanted, least), maximum)
         return min(max(part, count - len(self._on_host)), len(self._on_device))

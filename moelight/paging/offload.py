@@ -72,7 +72,7 @@ class DiskStore:
         except OSError as error:
             raise ConfigError(f"{self._file}: {name} cannot be written ({error.strerror})") from None
 
-    def kept(self) -> None:
+    def finish(self) -> None:
         self._reader = FileReader([self._file])
         self._unlink()
 
@@ -131,7 +131,7 @@ class HostStore:
             source = bytes_of(tensor)
             pages[expert][offset : offset + source.numel()].copy_(source)
 
-    def kept(self) -> None:
+    def finish(self) -> None:
         """Does nothing."""
 
     def start(self, page: Page, into: Into) -> PendingPage:

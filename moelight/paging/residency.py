@@ -76,7 +76,7 @@ class ResidencyManager:
             num_experts=model.num_experts,
             active=model.top_k,
             page_bytes=model.page_bytes,
-            known=profile if learns else None,
+            profile=profile if learns else None,
             counted=self._counted,
             batch=batch,
             most_slots=most_slots,
@@ -113,19 +113,19 @@ class ResidencyManager:
         row = self._row[layer]
         self._confidence.flush(row, ids)
         self._decision.flush(row, ids)
-        found = self._access(layer, ids, weights, admit=self.learns, keep_out=leave)
+        access = self._access(layer, ids, weights, admit=self.learns, keep_out=leave)
         self._follow()
-        return found
+        return access
 
     def use(
         self, layer: int, ids: NDArray[Any], weights: NDArray[Any], *, leave: frozenset[int] = frozenset()
     ) -> Access:
         """`choose`, and lease every expert with a slot until `end_use`."""
-        found = self.choose(layer, ids, weights, leave=leave)
-        here = [*found.hits.tolist(), *found.misses[found.slots >= 0].tolist()]
+        access = self.choose(layer, ids, weights, leave=leave)
+        here = [*access.hits.tolist(), *access.misses[access.slots >= 0].tolist()]
         self.lease(layer, here)
         self._in_use.append((layer, here))
-        return found
+        return access
 
     def end_use(self) -> None:
         while self._in_use:
@@ -148,11 +148,11 @@ class ResidencyManager:
 
     def _access(self, layer: int, ids: NDArray[Any], weights: NDArray[Any], **how: Any) -> Access:
         offloaded = int(np.count_nonzero(self.table[layer] < 0))
-        found = self.residency.access(self._row[layer], ids, weights, **how)
+        access = self.residency.access(self._row[layer], ids, weights, **how)
         if offloaded:
-            size, now = len(ids).bit_length(), len(found.misses) / offloaded
+            size, now = len(ids).bit_length(), len(access.misses) / offloaded
             self._missing[size] = now + MISSING_DECAY * (self._missing.get(size, now) - now)
-        return found
+        return access
 
     def prediction(self, layer: int) -> IntArray:
         """Offloaded experts of ``layer`` worth a prefetch once the layer before has routed, the likeliest first."""
@@ -176,9 +176,9 @@ class ResidencyManager:
 
     def admit_ahead(self, layer: int) -> list[tuple[int, Prefetch]]:
         """Admit the experts that are predicted for coming layers after ``layer`` was served."""
-        found = [(self._layers[row], each) for row, each in self.residency.ahead(self._row[layer])]
+        prefetches = [(self._layers[row], prefetch) for row, prefetch in self.residency.ahead(self._row[layer])]
         self._follow()
-        return found
+        return prefetches
 
     def lease(self, layer: int, ids: Sequence[int]) -> None:
         """Forbid the eviction of the resident ``ids`` of ``layer`` until `release`."""
@@ -195,10 +195,10 @@ class ResidencyManager:
 
     def stats(self, stalls: Mapping[str, float] | None = None) -> dict[str, Any]:
         """All statistics for JSON, by the model's layer numbers."""
-        found = self.residency.stats(stalls)
-        for each in (*found["layers"], *found["pinned"]):
-            each["layer"] = self._layers[each["layer"]]
-        return found
+        stats = self.residency.stats(stalls)
+        for layer_stats in (*stats["layers"], *stats["pinned"]):
+            layer_stats["layer"] = self._layers[layer_stats["layer"]]
+        return stats
 
     def _follow(self) -> None:
         now = self.residency.cache.slot_table

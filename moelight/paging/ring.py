@@ -82,10 +82,10 @@ class RingPager:
         used ``left`` last; ``left`` None: after an on-demand pass."""
         if left is None:
             return
-        there = {slot: page for page, slot in left.items()}
+        present = {slot: page for page, slot in left.items()}
         self.ring, self.prefetched = SlotTable(len(self.store.ring), ()), dict(prefetched)
-        for slot in sorted(set(range(len(self.ring.pages))) - set(prefetched.values()), key=there.__contains__):
-            self.ring.give(slot, there.get(slot))
+        for slot in sorted(set(range(len(self.ring.pages))) - set(prefetched.values()), key=present.__contains__):
+            self.ring.give(slot, present.get(slot))
 
     def land(self) -> None:
         """Wait for all pending transfers, after the experts of all layers."""
@@ -99,19 +99,19 @@ class RingPager:
         for page in [page for page in self.prefetched if page.layer != layer]:
             self.ring.give(self.prefetched.pop(page), page)
         on_cpu = self._left_to_cpu(layer, ids)
-        found = self.residency.use(layer, ids, weights, leave=on_cpu)
+        access = self.residency.use(layer, ids, weights, leave=on_cpu)
         demand = LayerDemand(
             stats=self.stats,
-            late=frozenset(found.misses.tolist()),
+            late=frozenset(access.misses.tolist()),
             on_cpu=tuple(
                 self.store.offloaded[Page(layer=layer, expert=expert)].weights if expert in on_cpu else None
                 for expert in range(self._num_experts if on_cpu else 0)
             ),
             memory=np.full(self._num_experts, -1, dtype=np.int32),
         )
-        for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
+        for expert, slot in zip(access.hits.tolist(), access.hit_slots.tolist(), strict=True):
             demand.memory[expert] = self.store.resident[slot].number
-        for expert, slot in zip(found.misses.tolist(), found.slots.tolist(), strict=True):
+        for expert, slot in zip(access.misses.tolist(), access.slots.tolist(), strict=True):
             demand.memory[expert] = self._bring(Page(layer=layer, expert=expert), slot, demand)
         self._begin_reads(demand)
         return demand
@@ -120,9 +120,9 @@ class RingPager:
         """Begin to transfer the predicted pages of ``layer``; return their bytes. A copy across a link is on the
         current stream; one slot of the ring remains for each expert of the layer that is not resident."""
         ring, store, moved = self.ring, self.store, 0
-        most = int((store.table[layer] < 0).sum())
+        max_missing = int((store.table[layer] < 0).sum())
         for expert in self.residency.prediction(layer).tolist():
-            if min(len(ring.unused), len(ring.unused) + len(self._passing) - most) < 1:
+            if min(len(ring.unused), len(ring.unused) + len(self._passing) - max_missing) < 1:
                 break
             page = Page(layer=layer, expert=expert)
             far = store.offloaded_page(page)
@@ -174,11 +174,11 @@ class RingPager:
         """Ring slot that holds or will hold ``page``; the caller owns the slot."""
         if page in self.prefetched:
             return self.prefetched.pop(page)
-        transfer = next((each for each in self.ring.in_flight.values() if each.page == page), None)
+        transfer = next((candidate for candidate in self.ring.in_flight.values() if candidate.page == page), None)
         if transfer is None:
-            found = self.ring.find(page) if self._remembers else None
-            self.stats.found += found is not None
-            return found
+            slot = self.ring.find(page) if self._remembers else None
+            self.stats.found += slot is not None
+            return slot
         del self.ring.in_flight[transfer.slot]
         self.stats.record_useful(transfer)
         if transfer.pending is not None:
@@ -190,8 +190,8 @@ class RingPager:
             return frozenset()
         chosen, tokens = np.unique(ids, return_counts=True)
         pages = [Page(layer=layer, expert=expert) for expert in chosen.tolist()]
-        there = np.array([page in self.store.offloaded for page in pages], dtype=bool)
-        asked = there & (self.store.table[layer, chosen] < 0)
+        is_offloaded = np.array([page in self.store.offloaded for page in pages], dtype=bool)
+        asked = is_offloaded & (self.store.table[layer, chosen] < 0)
         return frozenset(self._leave(layer, chosen[asked], tokens[asked]).tolist())
 
     def _begin_reads(self, demand: LayerDemand) -> None:

@@ -79,8 +79,8 @@ class PageStore:
 
     def follow(self, streamed: Sequence[Page], computed: Sequence[Page]) -> None:
         """Set the streamed parts and the pages that the CPU computes from the next pass on."""
-        whole = [(page.layer, page.expert) for page in streamed if page.part == 0]
-        layers, experts = np.array(whole, dtype=np.int64).reshape(-1, 2).T
+        pairs = [(page.layer, page.expert) for page in streamed if page.part == 0]
+        layers, experts = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         self._streamed = layers, experts
         self._computed = frozenset(computed)
         self.layers_computed = frozenset(page.layer for page in computed)
@@ -93,7 +93,7 @@ class PageStore:
             (Page(layer=layer, expert=expert), self.resident[self.table[layer, expert]])
             for layer, expert in np.argwhere(self.table >= 0).tolist()
         ]  # of which some may be offloaded too
-        for page, (home, *_) in sorted([*resident, *self.offloaded.items()], key=lambda each: each[0]):
+        for page, (home, *_) in sorted([*resident, *self.offloaded.items()], key=lambda entry: entry[0]):
             into = home
             if home.device.type != "cpu":
                 into = bounce = home.new_empty(home.numel(), device="cpu") if bounce is None else bounce
@@ -109,8 +109,8 @@ class PageStore:
 
     def slot(self, buffer: Buffer, position: int) -> Tensor:
         """A part's slot in the ring or in pinned memory, relative to stream ``position``."""
-        pages, each = self.pinned if buffer.space == "pinned" else self.ring, len(self._parts)
-        page, part = divmod(position + buffer.index, each)
+        pages, num_parts = self.pinned if buffer.space == "pinned" else self.ring, len(self._parts)
+        page, part = divmod(position + buffer.index, num_parts)
         return pages[page % len(pages)].parts[part]
 
     def swap(self, slot: int, ring: int) -> None:
@@ -128,19 +128,19 @@ class PageStore:
 
     def bytes_of(self, page: Page) -> int:
         """Bytes of a part."""
-        found = self._sizes.get(page)
-        if found is None:
-            whole, part = self._bytes_of(replace(page, part=0)), self._parts[page.part]
-            found = self._sizes[page] = len(range(min(part.start, whole), min(part.stop, whole)))
-        return found
+        size = self._sizes.get(page)
+        if size is None:
+            total, part = self._bytes_of(replace(page, part=0)), self._parts[page.part]
+            size = self._sizes[page] = len(range(min(part.start, total), min(part.stop, total)))
+        return size
 
     def offloaded_tier(self, page: Page) -> Tensor:
         """Bytes of a part that is offloaded to host memory."""
-        found = self._offloaded_parts.get(page)
-        if found is None:
-            whole = self.offloaded[replace(page, part=0)]
-            found = self._offloaded_parts[page] = whole.parts[page.part][: self.bytes_of(page)]
-        return found
+        tier = self._offloaded_parts.get(page)
+        if tier is None:
+            location = self.offloaded[replace(page, part=0)]
+            tier = self._offloaded_parts[page] = location.parts[page.part][: self.bytes_of(page)]
+        return tier
 
     def offloaded_page(self, page: Page) -> Tensor | None:
         """Bytes of a whole page; None if it is only on disk."""
@@ -157,18 +157,18 @@ class PageStore:
     def memory_of_experts(self, position: int) -> np.ndarray:
         """int32 [layers, experts]: the number of the memory of each expert in the pass begun at ``position``; -1 for
         experts that the CPU computes in place, and where a layer has none."""
-        numbers = np.full(self.table.shape, -1, dtype=np.int32)
+        memory_indices = np.full(self.table.shape, -1, dtype=np.int32)
         if len(self._streamed[0]):
             ring = np.array([memory.number for memory in self.ring], dtype=np.int32)
             first = position // len(self._parts)
-            numbers[self._streamed] = ring[(first + np.arange(len(self._streamed[0]))) % len(ring)]
+            memory_indices[self._streamed] = ring[(first + np.arange(len(self._streamed[0]))) % len(ring)]
         here = self.table >= 0
-        numbers[here] = self._resident_numbers[self.table[here]]
-        return numbers
+        memory_indices[here] = self._resident_numbers[self.table[here]]
+        return memory_indices
 
-    def weights_at(self, numbers: np.ndarray) -> list[Any]:
-        """Weights of the experts whose memory has ``numbers`` int [experts]; None where it is negative."""
-        return [self.weights[number] if number >= 0 else None for number in numbers.tolist()]
+    def weights_at(self, memory_indices: np.ndarray) -> list[Any]:
+        """Weights of the experts whose memory has ``memory_indices`` int [experts]; None where it is negative."""
+        return [self.weights[number] if number >= 0 else None for number in memory_indices.tolist()]
 
     def computed_experts(self, layer: int, num_experts: int) -> list[Any]:
         """Weights of the experts that the CPU computes in place; None for the others."""

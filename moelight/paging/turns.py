@@ -54,8 +54,8 @@ class SlotPager:
                     transfer.wait()
 
     def prefetch(self, layer: int) -> None:
-        for coming, found in self.residency.admit_ahead(layer):
-            for expert, slot in zip(found.ids.tolist(), found.slots.tolist(), strict=True):
+        for coming, fetched in self.residency.admit_ahead(layer):
+            for expert, slot in zip(fetched.ids.tolist(), fetched.slots.tolist(), strict=True):
                 page = Page(layer=coming, expert=expert)
                 self._prefetched[page] = self._start_ahead(page, slot)
                 self.stats.ahead_pages += 1
@@ -154,7 +154,7 @@ class Turn:
         self._stage()
 
     def has(self, expert: int) -> bool:
-        return expert in self._slots or expert in self._waiting or any(expert == each for each, _ in self._staged)
+        return expert in self._slots or expert in self._waiting or any(expert == other for other, _ in self._staged)
 
     def look_ahead(self) -> None:
         """Prefetch the predicted experts of later layers. Slots of this turn that a policy rule has revoked remain
@@ -165,8 +165,8 @@ class Turn:
 
     def slot(self, expert: int) -> int:
         """The slot of ``expert`` after its page has arrived; valid until the next expert if ``expert`` is streamed."""
-        found = self._slots.get(expert)
-        return self._wait(expert, self._staged_slot(expert) if found is None else found)
+        slot = self._slots.get(expert)
+        return self._wait(expert, self._staged_slot(expert) if slot is None else slot)
 
     def arriving(self, *, together: bool) -> Iterator[Slots]:
         """Yield all requested experts in groups, those that have arrived first, each valid until the next;
@@ -191,7 +191,7 @@ class Turn:
 
     def _staged_slot(self, expert: int) -> int:
         """Streamed in request order: experts before ``expert`` are dropped, one out of order is transferred again."""
-        if all(each != expert for each, _ in self._staged):
+        if all(other != expert for other, _ in self._staged):
             if expert in self._waiting:
                 self._waiting.remove(expert)
             self._waiting.appendleft(expert)

@@ -24,8 +24,8 @@ class Curve:
     def at(self, x: Array) -> Array: ...
     def at(self, x: Any) -> Any:
         """``y`` at ``x``, a number or an array."""
-        found = np.exp(np.interp(np.log(np.maximum(x, 1e-9)), np.log(self.x), np.log(self.y)))
-        return found if isinstance(x, np.ndarray) else float(found)
+        values = np.exp(np.interp(np.log(np.maximum(x, 1e-9)), np.log(self.x), np.log(self.y)))
+        return values if isinstance(x, np.ndarray) else float(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

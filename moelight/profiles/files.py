@@ -71,30 +71,30 @@ class YamlNode:
         """The values of a mapping with arbitrary, distinct keys."""
         if not isinstance(self._node, yaml.MappingNode):
             raise self.error(f"must be a mapping, not {self._shown()}")
-        found: dict[str, YamlNode] = {}
+        result: dict[str, YamlNode] = {}
         for key_node, value_node in self._node.value:
             name = key_node.value
             line = f"{self._path}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode) or not isinstance(name, str):
                 raise ConfigError(f"{line}: a key must be text")
-            if name in found:
+            if name in result:
                 raise ConfigError(f"{line}: key {name!r} is given twice")
-            found[name] = YamlNode(self._path, value_node, self._loader, f"{self.key}.{name}" if self.key else name)
-        return found
+            result[name] = YamlNode(self._path, value_node, self._loader, f"{self.key}.{name}" if self.key else name)
+        return result
 
-    def fields(self, *known: str, required: Iterable[str] = ()) -> dict[str, YamlNode]:
-        """The values of a mapping that has all keys of ``required``, and no others than these and ``known``."""
-        found = self.entries()
-        names = (*required, *known)
-        for name, node in found.items():
+    def fields(self, *optional: str, required: Iterable[str] = ()) -> dict[str, YamlNode]:
+        """The values of a mapping that has all keys of ``required``, and no others than these and ``optional``."""
+        entries = self.entries()
+        names = (*required, *optional)
+        for name, node in entries.items():
             if name not in names:
                 inside = f" in {self.key}" if self.key else ""
                 known_keys = f"{did_you_mean(name, names)}; known: {', '.join(names)}"
                 raise ConfigError(f"{node.where}: unknown key {name!r}{inside}{known_keys}")
         for name in required:
-            if name not in found:
+            if name not in entries:
                 raise self.error(f"lacks the key {name!r}")
-        return found
+        return entries
 
     def scalar(self) -> str | int | float | bool | None:
         """A single value, as parsed by YAML; neither a date nor a number that a float cannot hold."""
@@ -125,18 +125,18 @@ class YamlNode:
             raise self.error(f"must be true or false, not {self._shown()}")
         return value
 
-    def integer(self, *, least: int = 1, most: int | None = None) -> int:
+    def integer(self, *, least: int = 1, maximum: int | None = None) -> int:
         value = self.scalar()
-        within = isinstance(value, int) and least <= value and (most is None or value <= most)
+        within = isinstance(value, int) and least <= value and (maximum is None or value <= maximum)
         if isinstance(value, bool) or not isinstance(value, int) or not within:
-            wanted = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+            wanted = f"of at least {least}" if maximum is None else f"from {least} to {maximum:,}"
             raise self.error(f"must be a whole number {wanted}, not {self._shown()}")
         return value
 
-    def number(self, *, most: float, wanted: str) -> float:
-        """A number from 0 to ``most``; an error describes the range as ``wanted``."""
+    def number(self, *, maximum: float, wanted: str) -> float:
+        """A number from 0 to ``maximum``; an error describes the range as ``wanted``."""
         value = self.scalar()
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= maximum:
             raise self.error(f"must be a number {wanted}, not {value!r}")
         return float(value)
 
@@ -166,7 +166,7 @@ class YamlNode:
 def read_yaml(path: Path) -> YamlNode:
     """The single, non-empty document of ``path``."""
     try:
-        loader = _Loader(read_text(path, most=_MAX_FILE_BYTES))
+        loader = _Loader(read_text(path, max_bytes=_MAX_FILE_BYTES))
         node = loader.get_single_node()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -189,25 +189,25 @@ def yaml_comments(paragraphs: Iterable[str], width: int) -> Iterator[str]:
 
 def profile_directories(kind: str) -> list[Path]:
     """The directories searched for profiles of ``kind`` (``hardware``, ``model`` or ``workload``), in order."""
-    own = os.environ.get(PROFILES_VARIABLE)
-    if own and not Path(own).is_dir():
-        raise ConfigError(f"{PROFILES_VARIABLE}={own}: no such directory")
-    checkouts = [*([Path(own)] if own else []), _PACKAGE.parent]
+    override = os.environ.get(PROFILES_VARIABLE)
+    if override and not Path(override).is_dir():
+        raise ConfigError(f"{PROFILES_VARIABLE}={override}: no such directory")
+    checkouts = [*([Path(override)] if override else []), _PACKAGE.parent]
     return [*(checkout / f"{kind}_profiles" for checkout in checkouts), _PACKAGE / "profiles" / "data" / kind]
 
 
 def profile_names(kind: str) -> dict[str, Path]:
     """All profiles of ``kind`` by name; an earlier directory takes precedence."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for directory in reversed(profile_directories(kind)):
-        found.update({path.stem: path for path in sorted(directory.glob("*.yaml"))})
-    return dict(sorted(found.items()))
+        paths.update({path.stem: path for path in sorted(directory.glob("*.yaml"))})
+    return dict(sorted(paths.items()))
 
 
 def find_profile(kind: str, name: str) -> Path:
     """The file of the ``kind`` profile called ``name``; the error for an unknown name lists the known ones."""
-    known = profile_names(kind)
-    if name not in known:
-        listed = ", ".join(known) or "none"
-        raise ConfigError(f"unknown {kind} profile {name!r}{did_you_mean(name, known)}; known: {listed}")
-    return known[name]
+    paths = profile_names(kind)
+    if name not in paths:
+        listed = ", ".join(paths) or "none"
+        raise ConfigError(f"unknown {kind} profile {name!r}{did_you_mean(name, paths)}; known: {listed}")
+    return paths[name]

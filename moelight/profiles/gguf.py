@@ -103,9 +103,9 @@ def read_gguf(path: Path) -> GGUFFile:
     count = metadata.get("split.count", 1)
     if type(count) is not int or not 1 <= count <= _MOST_PARTS:
         raise CheckpointError(f"{path}: split.count is {quoted(count)}; {_AGAIN}")
-    found = _PART.fullmatch(path.name)
+    match = _PART.fullmatch(path.name)
     if count > 1:
-        if found is None or int(found["count"]) != count:
+        if match is None or int(match["count"]) != count:
             raise CheckpointError(
                 f"{path}: this is one of {count} parts, whose names must end in -00001-of-{count:05}.gguf and so on; "
                 "give it its own name again"
@@ -118,11 +118,11 @@ def read_gguf(path: Path) -> GGUFFile:
 
 def gguf_parts(path: Path) -> list[Path]:
     """The files of the model of which ``path`` is one, by their names."""
-    found = _PART.fullmatch(path.name)
-    if found is None:
+    match = _PART.fullmatch(path.name)
+    if match is None:
         return [path]
-    count = min(int(found["count"]), _MOST_PARTS)
-    return [path.with_name(f"{found['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    count = min(int(match["count"]), _MOST_PARTS)
+    return [path.with_name(f"{match['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
 
 
 def _joined(parts: list[Path]) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:
@@ -130,16 +130,16 @@ def _joined(parts: list[Path]) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:
     first: dict[str, Any] = {}
     tensors: dict[str, GGMLTensor] = {}
     for number, part in enumerate(parts):
-        metadata, found = _read_part(part)
+        metadata, part_tensors = _read_part(part)
         if (metadata.get("split.no"), metadata.get("split.count")) != (number, len(parts)):
             raise CheckpointError(
                 f"{part}: says that it is part {quoted(metadata.get('split.no'))} of "
                 f"{quoted(metadata.get('split.count'))}, counted from 0; fetch all parts again"
             )
         first = first or metadata
-        if twice := next(iter(found.keys() & tensors.keys()), None):
+        if twice := next(iter(part_tensors.keys() & tensors.keys()), None):
             raise CheckpointError(f"{part}: tensor {quoted(twice)} is in {tensors[twice].file.name} too; {_AGAIN}")
-        tensors |= found
+        tensors |= part_tensors
     total = first.get("split.tensors.count", len(tensors))
     if total != len(tensors):
         raise CheckpointError(
@@ -206,7 +206,7 @@ class _Header:
 
     def _placed(self, entries: list[Any], start: int, alignment: int) -> dict[str, GGMLTensor]:
         """Tensors by name; checks that they lie in the file, aligned and apart."""
-        found: dict[str, GGMLTensor] = {}
+        tensors: dict[str, GGMLTensor] = {}
         for name, number, shape, offset in entries:
             if number not in GGML_TYPES:
                 raise CheckpointError(
@@ -218,22 +218,24 @@ class _Header:
                 raise ValueError(
                     f"tensor {_shown(name)}: rows of {shape[-1]} numbers are no blocks of {block} ({kind})"
                 )
-            if name in found:
+            if name in tensors:
                 raise ValueError(f"tensor {_shown(name)} is listed twice")
             if offset % alignment:
                 raise ValueError(f"tensor {_shown(name)} is at {offset}, no multiple of {alignment}")
             nbytes = math.prod(shape) // block * block_bytes
-            found[name] = GGMLTensor(
+            tensors[name] = GGMLTensor(
                 name=name, file=self._path, type=kind, shape=shape, offset=start + offset, nbytes=nbytes
             )
         end, previous = start, ""
-        for each in sorted(found.values(), key=lambda tensor: tensor.offset):
-            if each.offset < end:
-                raise ValueError(f"tensor {_shown(each.name)} overlaps tensor {_shown(previous)}")
-            end, previous = each.offset + each.nbytes, each.name
+        for placed in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+            if placed.offset < end:
+                raise ValueError(f"tensor {_shown(placed.name)} overlaps tensor {_shown(previous)}")
+            end, previous = placed.offset + placed.nbytes, placed.name
             if end > self._size:
-                raise ValueError(f"cut short: tensor {_shown(each.name)} ends at byte {end}, the file at {self._size}")
-        return found
+                raise ValueError(
+                    f"cut short: tensor {_shown(placed.name)} ends at byte {end}, the file at {self._size}"
+                )
+        return tensors
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
@@ -254,9 +256,9 @@ class _Header:
             raise ValueError(f"{quoted(key)} is an array of values of type {element}")
         return list(struct.unpack(f"<{count}{letter}", self._bytes(count * struct.calcsize(f"<{letter}"))))
 
-    def _string(self, most: int) -> str:
+    def _string(self, max_length: int) -> str:
         length = self._number("Q")
-        if length > most:
+        if length > max_length:
             raise ValueError(f"at byte {self._position} claims a text of {length} bytes")
         return bytes(self._bytes(length)).decode("utf-8", errors="surrogateescape")
 
@@ -268,11 +270,11 @@ class _Header:
             if self._size > _MOST_HEADER:
                 raise ValueError(f"has a header of more than {_MOST_HEADER >> 20} MiB")
             raise ValueError(f"cut short: its header goes on beyond its {self._size} bytes")
-        found = self._file.read(count)
-        if len(found) != count:
+        data = self._file.read(count)
+        if len(data) != count:
             raise ValueError("ended inside its header")
         self._position += count
-        return bytes(found)
+        return bytes(data)
 
 
 def _shown(name: str) -> str:

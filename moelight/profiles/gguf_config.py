@@ -117,10 +117,10 @@ class Metadata:
             raise self.error(f"{self.name}.{key} is {quoted(value)}, not a finite number")
         return float(value)
 
-    def only(self, key: str, known: tuple[Any, ...], meaning: str) -> None:
-        """Refuse a value of ``key`` that is none of ``known``."""
+    def only(self, key: str, allowed: tuple[Any, ...], meaning: str) -> None:
+        """Refuse a value of ``key`` that is none of ``allowed``."""
         value = self.get(key)
-        if value is not None and value not in known:
+        if value is not None and value not in allowed:
             raise self.error(f"{self.name}.{key} is {quoted(value)}, {meaning}; use the checkpoint in safetensors")
 
 
@@ -172,8 +172,8 @@ def _widths(keys: Metadata) -> dict[str, Any]:
     """Return the widths of experts, a share of ``feed_forward_length`` if the file does not state one."""
     width, dense = keys.integer("expert_feed_forward_length", 0), keys.integer("feed_forward_length", 0)
     used = keys.integer("expert_used_count", least=1)
-    found = {"moe_intermediate_size": width or keys.integer("feed_forward_length") // used}
-    return found | ({"intermediate_size": dense} if dense else {})
+    widths = {"moe_intermediate_size": width or keys.integer("feed_forward_length") // used}
+    return widths | ({"intermediate_size": dense} if dense else {})
 
 
 def _olmoe(keys: Metadata) -> dict[str, Any]:
@@ -248,11 +248,11 @@ def _by_sigmoid(keys: Metadata) -> bool:
 def _dense_layers(keys: Metadata) -> int:
     """Return the number of leading dense layers, counted by their tensors, because converters wrote 0 for configs that
     name those layers by ``mlp_layer_types``."""
-    tensors, said = keys.file.tensors, keys.integer("leading_dense_block_count", 0)
+    tensors, stated = keys.file.tensors, keys.integer("leading_dense_block_count", 0)
     layer = 0
     while f"blk.{layer}.ffn_gate.weight" in tensors and f"blk.{layer}.ffn_gate_inp.weight" not in tensors:
         layer += 1
-    return max(layer, said)
+    return max(layer, stated)
 
 
 def _compresses_queries(keys: Metadata) -> bool:
@@ -344,10 +344,10 @@ def _rotary(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0.0))
     if kind == "none" or factor in _NOT_SCALED:
         return {"rope_type": "default", "rope_theta": theta}
-    found: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    rotary: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
     if kind == "linear":
-        return found
-    found |= {
+        return rotary
+    rotary |= {
         **architecture.rope,
         "original_max_position_embeddings": keys.get(
             "rope.scaling.original_context_length", keys.need("context_length")
@@ -356,7 +356,7 @@ def _rotary(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
         "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
     }
     if (attention := keys.get("rope.scaling.yarn_attn_factor")) is not None:
-        found["attention_factor"] = attention
+        rotary["attention_factor"] = attention
     if (scale := keys.number("rope.scaling.yarn_log_multiplier", 0.0)) != 0:
-        found |= dict.fromkeys(("mscale", "mscale_all_dim"), _plain(scale / _LOG_MULTIPLIER))
-    return found
+        rotary |= dict.fromkeys(("mscale", "mscale_all_dim"), _plain(scale / _LOG_MULTIPLIER))
+    return rotary

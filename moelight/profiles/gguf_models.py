@@ -112,34 +112,34 @@ def open_gguf(path: Path) -> GGUFModel:
 
 def _tensors(file: GGUFFile, architecture: str, profile: ModelProfile) -> dict[tuple[str, int], GGMLTensor]:
     """The tensors by field and layer, q, k and v apart; raises CheckpointError for one that has no place."""
-    found: dict[tuple[str, int], GGMLTensor] = {}
+    tensors: dict[tuple[str, int], GGMLTensor] = {}
     layers = Metadata(file, architecture).integer("block_count")
     for tensor in file.tensors.values():
         beside = _BESIDE.fullmatch(tensor.name)
         if beside is not None and profile.num_layers <= int(beside[1]) < layers:
             continue  # of a layer that predicts further tokens
         for name, layer, part in _placed(tensor, architecture, profile):
-            if (name, layer) in found:
+            if (name, layer) in tensors:
                 raise CheckpointError(
-                    f"{part.file}: tensor {quoted(part.name)} and tensor {quoted(found[name, layer].name)} are two "
+                    f"{part.file}: tensor {quoted(part.name)} and tensor {quoted(tensors[name, layer].name)} are two "
                     "spellings of the same weights; convert the model again"
                 )
             try:
                 ggml_format(part.type)
             except ConfigError as error:
                 raise CheckpointError(f"{part.file}: tensor {quoted(part.name)}: {error}") from None
-            found[name, layer] = part
-    return found
+            tensors[name, layer] = part
+    return tensors
 
 
 def _placed(tensor: GGMLTensor, architecture: str, profile: ModelProfile) -> Iterator[tuple[str, int, GGMLTensor]]:
     """The field of `TensorNames`, the layer and the part of ``tensor`` that it holds."""
     match = _NAME.fullmatch(tensor.name)
-    known = _ENDS if match is None or match["layer"] is None else _BLOCK
+    names = _ENDS if match is None or match["layer"] is None else _BLOCK
     layer = -1 if match is None or match["layer"] is None else int(match["layer"])
     bias = "_bias" if match is not None and match["kind"] == "bias" else ""
     fused = layer >= 0 and match is not None and match["part"] == "attn_qkv" and profile.attention.latent is None
-    if match is None or not (match["part"] in known or fused) or layer >= profile.num_layers:
+    if match is None or not (match["part"] in names or fused) or layer >= profile.num_layers:
         raise CheckpointError(
             f"{tensor.file}: tensor {quoted(tensor.name)} {list(tensor.shape)} has no place in what is read of "
             f"general.architecture {quoted(architecture)}: {profile.model_type} with {profile.num_layers} layers; "
@@ -149,7 +149,7 @@ def _placed(tensor: GGMLTensor, architecture: str, profile: ModelProfile) -> Ite
         for name, part in zip("qkv", _rows_apart(tensor, profile), strict=True):
             yield name + bias, layer, part
     else:
-        yield known[match["part"]] + bias, layer, tensor
+        yield names[match["part"]] + bias, layer, tensor
 
 
 def _rows_apart(tensor: GGMLTensor, profile: ModelProfile) -> Iterator[GGMLTensor]:
@@ -248,7 +248,7 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
             key = ("kv_b" if name in ("k_b", "v_b") else name, layer)
             dense[key] = dense.get(key, 0) + tensor.nbytes
     elements = 3 * profile.experts.intermediate_size * profile.hidden_size
-    name = "GGUF " + " and ".join(sorted(experts, key=lambda each: -experts[each])[:2])
+    name = "GGUF " + " and ".join(sorted(experts, key=lambda kind: -experts[kind])[:2])
     sizes = [(name, layer, size) for (name, layer), size in sorted(dense.items())]
     count = profile.experts.num_experts
 
@@ -263,5 +263,5 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
         elements,
         sizes,
         kept_matrices(profile, kept_as),
-        {each: ggml_format(each).int8_reason for each in experts},
+        {kind: ggml_format(kind).int8_reason for kind in experts},
     )

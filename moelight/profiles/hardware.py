@@ -193,10 +193,10 @@ class HardwareProfile:
 def with_gpus(hardware: HardwareProfile, count: int) -> HardwareProfile:
     """``hardware`` restricted to ``count`` GPUs; 1 is valid without one. Capacities, links and peaks are per GPU."""
     gpu = hardware.processor("gpu")
-    there = 0 if gpu is None else gpu.count
-    if count > max(1, there):
-        raise ConfigError(f"gpus={count}: the machine {hardware.name} has {there:,}")
-    if gpu is None or there == count:
+    available = 0 if gpu is None else gpu.count
+    if count > max(1, available):
+        raise ConfigError(f"gpus={count}: the machine {hardware.name} has {available:,}")
+    if gpu is None or available == count:
         return hardware
     units = (replace(unit, count=count) if unit is gpu else unit for unit in hardware.processors)
     return replace(hardware, processors=tuple(units))
@@ -212,19 +212,19 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
     """The hardware profile in the YAML file ``path``; an error names file and line."""
     root = read_yaml(path)
     optional = ("source", "date", "notes", "links", "measured", "efficiency", "spread", "kernels")
-    given = root.fields(*optional, required=("name", "tiers", "processors"))
+    entries = root.fields(*optional, required=("name", "tiers", "processors"))
 
-    def section(name: str, known: Collection[str]) -> dict[str, YamlNode]:
-        return given[name].fields(*known) if name in given else {}
+    def section(name: str, keys: Collection[str]) -> dict[str, YamlNode]:
+        return entries[name].fields(*keys) if name in entries else {}
 
     sources: dict[str, str] = {}
     tiers, units = section("tiers", TIERS), section("processors", PROCESSORS)
     _check_parts(tiers, units, root)
     measured, surfaces = section("measured", MEASURED), section("efficiency", EFFICIENCY)
     profile = HardwareProfile(
-        name=given["name"].text(),
+        name=entries["name"].text(),
         tiers=tuple(Tier(name=name, **_figures(Tier, node, sources)) for name, node in tiers.items()),
-        links=tuple(_links(given["links"], tiers, sources)) if "links" in given else (),
+        links=tuple(_links(entries["links"], tiers, sources)) if "links" in entries else (),
         processors=tuple(_processor(name, node, sources) for name, node in units.items()),
         measured=tuple(
             (name, _quantity(node, QUANTITIES[MEASURED[name].unit], sources)) for name, node in measured.items()
@@ -232,9 +232,9 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
         efficiency=tuple(_surface(name, node) for name, node in surfaces.items()),
         kernels=tuple((name, node.text()) for name, node in section("kernels", KERNELS).items()),
         sources=tuple(sorted(sources.items())),
-        date=given["date"].day() if "date" in given else "",
-        source=given["source"].text() if "source" in given else "",
-        notes=given["notes"].text() if "notes" in given else "",
+        date=entries["date"].day() if "date" in entries else "",
+        source=entries["source"].text() if "source" in entries else "",
+        notes=entries["notes"].text() if "notes" in entries else "",
     )
     for src, dst in (("host", "device"), ("device", "host")):
         if "device" in tiers and profile.link(src, dst) is None:
@@ -242,16 +242,18 @@ def read_hardware_profile(path: Path) -> HardwareProfile:
     wanted = f"of at least 0, a share of the value, and at most {_MOST_SPREAD:g}"
     spread = section("spread", profile.figure_keys()).items()
     return replace(
-        profile, spread=tuple((name, node.number(most=_MOST_SPREAD, wanted=wanted)) for name, node in spread)
+        profile, spread=tuple((name, node.number(maximum=_MOST_SPREAD, wanted=wanted)) for name, node in spread)
     )
 
 
 def _figures(part: type[Part], node: YamlNode, sources: dict[str, str], *more: str) -> dict[str, Any]:
     """The fields of ``part`` that are figures, and those that ``more`` names."""
-    known = [f for f in fields(part) if f.metadata]
-    required = tuple(f.metadata["key"] for f in known if f.metadata["required"])
-    given = node.fields(*more, *(f.metadata["key"] for f in known if not f.metadata["required"]), required=required)
-    stated = {f.name: (given.get(f.metadata["key"]), f.metadata["quantity"]) for f in known}
+    part_fields = [f for f in fields(part) if f.metadata]
+    required = tuple(f.metadata["key"] for f in part_fields if f.metadata["required"])
+    entries = node.fields(
+        *more, *(f.metadata["key"] for f in part_fields if not f.metadata["required"]), required=required
+    )
+    stated = {f.name: (entries.get(f.metadata["key"]), f.metadata["quantity"]) for f in part_fields}
     return {name: _quantity(node, quantity, sources) for name, (node, quantity) in stated.items() if node is not None}
 
 
@@ -268,7 +270,7 @@ def _processor(name: str, node: YamlNode, sources: dict[str, str]) -> Processor:
     count, bfloat16 = map(node.entries().get, ("count", "bfloat16"))
     return Processor(
         name=name,
-        count=1 if count is None else count.integer(most=MOST_PROCESSORS),
+        count=1 if count is None else count.integer(maximum=MOST_PROCESSORS),
         bfloat16=True if bfloat16 is None else bfloat16.truth(),
         **figures,
     )
@@ -286,7 +288,7 @@ def _surface(name: str, node: YamlNode) -> Surface:
         raise node.error("is one curve, a speed for each size of work; it has no sizes of weights")
     curves: dict[float, Curve] = {}
     for size, entry in entries.items():
-        weight_bytes = float(CAPACITY.parse(size, what=f"{entry.where}: {node.key}"))
+        weight_bytes = float(CAPACITY.parse(size, label=f"{entry.where}: {node.key}"))
         if weight_bytes in curves:
             raise entry.error("gives the same size of weights a second time")
         curves[weight_bytes] = _curve(entry, speed)
@@ -315,20 +317,20 @@ def _quantity(node: YamlNode, quantity: Quantity, sources: dict[str, str]) -> fl
     """A figure, plain or as ``{value: …, source: …}``; the source goes to ``sources`` under the figure's key."""
     value = node
     if node.is_mapping():
-        given = node.fields("source", required=("value",))
-        value = given["value"]
-        if "source" in given:
-            sources[node.key] = given["source"].text()
+        entries = node.fields("source", required=("value",))
+        value = entries["value"]
+        if "source" in entries:
+            sources[node.key] = entries["source"].text()
     raw = value.scalar()
     if raw is None or isinstance(raw, bool):
         raise node.error("must be a number, or text with a unit")
-    return quantity.parse(raw, what=f"{value.where}: {node.key}")
+    return quantity.parse(raw, label=f"{value.where}: {node.key}")
 
 
 def _check_parts(tiers: Collection[str], units: Collection[str], root: YamlNode) -> None:
     """Check that host and CPU are present, and that a GPU and its memory are present together."""
-    for name, there, key in (("host", tiers, "tiers"), ("cpu", units, "processors")):
-        if name not in there:
+    for name, parts, key in (("host", tiers, "tiers"), ("cpu", units, "processors")):
+        if name not in parts:
             raise ConfigError(f"{root.where}: {key}.{name} is missing; every machine has tiers.host and processors.cpu")
     if ("device" in tiers) != ("gpu" in units):
         missing, other = ("processors.gpu", "tiers.device") if "device" in tiers else ("tiers.device", "processors.gpu")

@@ -69,14 +69,14 @@ class HFConfig:
         """True if ``key`` is present, even if null."""
         return self._value(key, _ABSENT) is not _ABSENT
 
-    def integer(self, *keys: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
+    def integer(self, *keys: str, default: int | None = None, least: int = 1, maximum: int = _MOST) -> int:
         """An integer; ``default`` None means that the key is required.
 
         ``keys`` are spellings of one setting: those present must agree.
         """
         self._agree(*keys)
-        wanted = f"an integer from {least} to {most}"
-        return int(self._checked(keys, default, lambda value: type(value) is int and least <= value <= most, wanted))
+        wanted = f"an integer from {least} to {maximum}"
+        return int(self._checked(keys, default, lambda value: type(value) is int and least <= value <= maximum, wanted))
 
     def integer_or_none(self, key: str, *, default: int | None, least: int = 1) -> int | None:
         """An integer of at least ``least``, or None if the value is null; ``default`` if absent."""
@@ -100,24 +100,24 @@ class HFConfig:
         """A list of integers; absent or null is empty."""
 
         def fits(value: object) -> bool:
-            return isinstance(value, list) and all(type(each) is int for each in value)
+            return isinstance(value, list) and all(type(item) is int for item in value)
 
         return tuple(self._checked((key,), [], fits, "a list of integers"))
 
-    def words(self, key: str, known: Collection[str], *, count: int) -> tuple[str, ...]:
-        """A list of ``count`` words out of ``known``; absent or null is empty."""
+    def words(self, key: str, allowed: Collection[str], *, count: int) -> tuple[str, ...]:
+        """A list of ``count`` words out of ``allowed``; absent or null is empty."""
 
         def fits(value: object) -> bool:
-            return isinstance(value, list) and len(value) == count and all(word in known for word in value)
+            return isinstance(value, list) and len(value) == count and all(word in allowed for word in value)
 
         if self.find(key) is None:
             return ()
-        return tuple(self._checked((key,), None, fits, f"a list of {count} of {', '.join(known)}"))
+        return tuple(self._checked((key,), None, fits, f"a list of {count} of {', '.join(allowed)}"))
 
-    def refuse_other(self, key: str, known: Collection[object]) -> None:
-        """Check that ``key`` is absent or has one of the values ``known``."""
-        if self.has(key) and (value := self._value(key)) not in known:
-            listed = ", ".join(map(json.dumps, known))
+    def refuse_other(self, key: str, allowed: Collection[object]) -> None:
+        """Check that ``key`` is absent or has one of the values ``allowed``."""
+        if self.has(key) and (value := self._value(key)) not in allowed:
+            listed = ", ".join(map(json.dumps, allowed))
             raise self.error(f"{self._name(key)} {json.dumps(value)} is not supported; known: {listed}")
 
     def refuse(self, keys: Collection[str], because: str) -> None:
@@ -136,9 +136,9 @@ class HFConfig:
 
     def refuse_two_names(self) -> None:
         """Check that no family-specific key contradicts its usual name."""
-        for usual, own in self._keys.items():
-            if "." not in own:
-                self.with_keys({})._agree(usual, own)
+        for usual, actual in self._keys.items():
+            if "." not in actual:
+                self.with_keys({})._agree(usual, actual)
 
     def activation(self) -> str:
         """The experts' activation; only SiLU is supported."""
@@ -206,10 +206,10 @@ class HFConfig:
 
     def _agree(self, *keys: str) -> None:
         """Reject spellings of one setting with different values."""
-        given = [(self._name(key), value) for key in keys if (value := self.find(key)) is not None]
-        for name, value in given[1:]:
-            if value != given[0][1]:
-                both = f"{given[0][0]} {given[0][1]!r} and {name} {value!r}"
+        named = [(self._name(key), value) for key in keys if (value := self.find(key)) is not None]
+        for name, value in named[1:]:
+            if value != named[0][1]:
+                both = f"{named[0][0]} {named[0][1]!r} and {name} {value!r}"
                 raise self.error(f"{both} are two names of one thing and differ; remove the wrong one")
 
     def _name(self, key: str) -> str:
@@ -228,7 +228,7 @@ class HFConfig:
         return value.get(last, absent)
 
     def _checked(self, keys: tuple[str, ...], default: object, fits: Callable[[Any], bool], wanted: str) -> Any:
-        value = default if (found := self.find(*keys)) is None else found
+        value = default if (stated := self.find(*keys)) is None else stated
         if value is None:
             raise self.error(f"{self._name(keys[0])} is missing")
         if not fits(value):

@@ -247,7 +247,7 @@ class ModelProfile:
 
     @property
     def stateful(self) -> bool:
-        """True if a sequence keeps more than keys and values, which nobody has after a prefix of it."""
+        """True if a sequence has state beyond the KV cache, which a shared prefix does not provide."""
         return any(layer.state_bytes or layer.state_token_bytes for layer in self.layers)
 
     @property
@@ -257,8 +257,10 @@ class ModelProfile:
     @property
     def window(self) -> int | None:
         """The most positions that a token attends to in any layer; None: all."""
-        found = [each.attention.window for each in self.layers if each.attention.num_heads] or [self.attention.window]
-        return None if None in found else max(each for each in found if each is not None)
+        windows = [layer.attention.window for layer in self.layers if layer.attention.num_heads] or [
+            self.attention.window
+        ]
+        return None if None in windows else max(window for window in windows if window is not None)
 
     @property
     def expert_input(self) -> int:

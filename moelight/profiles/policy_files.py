@@ -59,9 +59,9 @@ def load_policy(path: str | Path) -> Policy:
         ConfigError: the file is unreadable, or has an unknown key (the message names the closest one), a wrong type or
             an impossible value; the message names file and line.
     """
-    given = read_yaml(Path(path)).fields(*(key for key in _NOTES if key != "model"), required=("model",))
-    stated = given.pop("num_micro_batches", None)
-    values = {key: _read(key, node) for key, node in given.items()}
+    entries = read_yaml(Path(path)).fields(*(key for key in _NOTES if key != "model"), required=("model",))
+    stated = entries.pop("num_micro_batches", None)
+    values = {key: _read(key, node) for key, node in entries.items()}
     try:
         policy = Policy(**values)
     except ConfigError as error:
@@ -103,10 +103,10 @@ def _read(key: str, node: YamlNode) -> Any:
         case "int":
             return node.integer(least=0 if key in FROM_ZERO else 1)
         case "float":
-            return node.number(most=1, wanted="from 0 to 1")
+            return node.number(maximum=1, wanted="from 0 to 1")
         case "Shares":
-            given = node.fields(*_TIERS[key]).items()
-            shares = {tier: value.number(most=1, wanted="from 0 to 1") for tier, value in given}
+            entries = node.fields(*_TIERS[key]).items()
+            shares = {tier: value.number(maximum=1, wanted="from 0 to 1") for tier, value in entries}
             try:
                 return Shares(**shares)
             except ConfigError as error:

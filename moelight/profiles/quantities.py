@@ -34,20 +34,20 @@ class Quantity:
     name: str
     example: str
     least: float
-    most: float
+    maximum: float
     range: str
     read: Callable[[str], float | None] = lambda _: None
     units: Mapping[str, float] = field(default_factory=dict)
-    whole: bool = False
+    integral: bool = False
 
-    def parse(self, value: str | float, *, what: str) -> float:
-        """Base units from text with a unit or from a number; an error names ``what``."""
+    def parse(self, value: str | float, *, label: str) -> float:
+        """Base units from text with a unit or from a number; an error names ``label``."""
         number = self.read(value) if isinstance(value, str) else value
         if number is None:
-            raise ConfigError(f"{what}: {quoted(value)} is not {self.name}; write {self.example}")
-        if isinstance(number, bool) or not self.least <= number <= self.most:
-            raise ConfigError(f"{what}: {quoted(number)} is out of range; {self.name} is from {self.range}")
-        return int(number) if self.whole else float(number)
+            raise ConfigError(f"{label}: {quoted(value)} is not {self.name}; write {self.example}")
+        if isinstance(number, bool) or not self.least <= number <= self.maximum:
+            raise ConfigError(f"{label}: {quoted(number)} is out of range; {self.name} is from {self.range}")
+        return int(number) if self.integral else float(number)
 
     def spelled(self, value: float) -> str:
         """The shortest text that `parse` reads as ``value``, in a unit that gives 1 to 100,000; else the number."""
@@ -78,17 +78,17 @@ CAPACITY = Quantity(
     name="a size",
     example="bytes or a unit, for example 24GiB or 500MB",
     least=1,
-    most=(1 << 63) - 1,
+    maximum=(1 << 63) - 1,
     range="1 byte to 8EiB",
     read=_bytes,
     units=_BINARY | _DECIMAL,
-    whole=True,
+    integral=True,
 )
 BANDWIDTH = Quantity(
     name="a bandwidth",
     example="bytes/s or a unit, for example 285GiB/s",
     least=1e3,
-    most=1e18,
+    maximum=1e18,
     range="1KB/s to 1,000,000TB/s",
     read=_bandwidth,
     units={f"{unit}/s": factor for unit, factor in (_DECIMAL | _BINARY).items()},
@@ -97,7 +97,7 @@ SPEED = Quantity(
     name="a speed",
     example="flop/s or a unit, for example 104TFLOP/s",
     least=1e3,
-    most=1e21,
+    maximum=1e21,
     range="1KFLOP/s to 1,000,000PFLOP/s",
     read=lambda text: _scaled(_FLOPS, _FLOPS_UNITS, text.upper()),
     units={f"{prefix}FLOP/s": float(factor) for prefix, factor in _FLOPS_UNITS.items()},
@@ -106,14 +106,14 @@ TIME = Quantity(
     name="a time",
     example="seconds or a unit, for example 40us or 1.5ms",
     least=1e-12,
-    most=1e6,
+    maximum=1e6,
     range="1e-12s to 1e6s",
     read=lambda text: _scaled(_SECONDS, _SECONDS_UNITS, text),
     units={unit: float(factor) for unit, factor in _SECONDS_UNITS.items() if unit.isascii()},
 )
 SHARE_OF_WHOLE = Quantity(
-    name="a share of a whole", example="a number above 0 and at most 1", least=1e-9, most=1, range="1e-9 to 1"
+    name="a share of a whole", example="a number above 0 and at most 1", least=1e-9, maximum=1, range="1e-9 to 1"
 )
 PROCESSOR_COUNT = Quantity(
-    name="a number of processors", example="a number", least=1e-12, most=1e6, range="1e-12 to 1e6"
+    name="a number of processors", example="a number", least=1e-12, maximum=1e6, range="1e-12 to 1e6"
 )

@@ -1,4 +1,4 @@
-"""What the ``quantization_config`` of a config.json says: the stored format of each module, and the bytes that follow.
+"""Parsing of the ``quantization_config`` of a config.json: the stored format of each module, and the bytes that follow.
 
 The input is untrusted: names and patterns are bounded, and what is not known is refused by name.
 """
@@ -113,9 +113,9 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], Format | None]
         stored = format_of(_module(profile, part.name, part.layer))
         return None if stored is None else (stored, stored.paged_bytes(*part.shape))
 
-    kept = kept_matrices(profile, kept_as)
+    matrices = kept_matrices(profile, kept_as)
     name, of_experts = (", ".join(names) or profile.dtype for names in (counted.named, experts))
-    stored = StoredWeights.of(name, of_experts, pages, _elements(profile), dense, kept, reasons)
+    stored = StoredWeights.of(name, of_experts, pages, _elements(profile), dense, matrices, reasons)
     repacked = -(-counted.repacked // max(sum(map(len, pages)), 1))
     return replace(profile, stored=replace(stored, repacked_bytes=repacked))
 
@@ -125,38 +125,42 @@ def kept_matrices(
 ) -> tuple[tuple[str, int, int], ...]:
     """The matrices outside the experts that our own decoder multiplies as they are stored: name, layer and bytes in
     memory of each part. ``kept_as``: format and bytes of one; None: it is not quantised. A module graph keeps none."""
-    found: list[tuple[str, int, int]] = []
+    matrices: list[tuple[str, int, int]] = []
     for tensor in () if profile.tensors else dense_tensors(profile):
         parts = [kept_as(part) for part in tensor.parts if tensor.name in _KEPT]
-        kept = [each for each in parts if each is not None and each[0].is_quantised]
-        if len(kept) == len(tensor.parts) and _is_multiplied(tensor.name, [stored for stored, _ in kept]):
-            for part, (_, size) in zip(tensor.parts, kept, strict=True):
-                found.append((part.name, part.layer, size))
-    return tuple(found)
+        stored_parts = [entry for entry in parts if entry is not None and entry[0].is_quantised]
+        if len(stored_parts) == len(tensor.parts) and _is_multiplied(
+            tensor.name, [stored for stored, _ in stored_parts]
+        ):
+            for part, (_, size) in zip(tensor.parts, stored_parts, strict=True):
+                matrices.append((part.name, part.layer, size))
+    return tuple(matrices)
 
 
 def _is_multiplied(name: str, formats: Sequence[Format]) -> bool:
     """Whether a tensor of parts in these formats is: embeddings are read row by row, gate and up share a format."""
     if name == "embed":
-        return all(each.rows_of_line(suffix) in (0, 1) for each in formats for suffix in each.names)
+        return all(
+            stored_format.rows_of_line(suffix) in (0, 1) for stored_format in formats for suffix in stored_format.names
+        )
     return name != "dense_gate_up" or len(set(formats)) == 1
 
 
 def with_pages(
-    profile: ModelProfile, pages: Sequence[Sequence[int]], kept: Sequence[tuple[str, int, int]], transposed: int
+    profile: ModelProfile, pages: Sequence[Sequence[int]], matrices: Sequence[tuple[str, int, int]], transposed: int
 ) -> ModelProfile:
     """Quantised ``profile`` with the bytes that pages were found to have, of each expert of each layer, and matrices
-    that are ``kept``. ``transposed``: bytes of an expert, on average, that are transposed when it is read."""
+    that are ``matrices``. ``transposed``: bytes of an expert, on average, that are transposed when it is read."""
     stored = profile.stored
     assert stored is not None, "only quantised pages differ from what the profile says"
-    found = StoredWeights.of(stored.name, stored.dtype.name, pages, _elements(profile), stored.dense, kept)
-    found = replace(
-        found,
+    weights = StoredWeights.of(stored.name, stored.dtype.name, pages, _elements(profile), stored.dense, matrices)
+    weights = replace(
+        weights,
         without_integers=stored.without_integers,
         exact=stored.exact,
         repacked_bytes=stored.repacked_bytes + transposed,
     )
-    return replace(profile, stored=found)
+    return replace(profile, stored=weights)
 
 
 def _elements(profile: ModelProfile) -> int:
@@ -208,18 +212,18 @@ class _Count:
             rows, columns = shape[::-1] if spec.transposed else shape
             plain_bytes = rows * columns * self._itemsize
             module = expert_module(self._profile, layer, name, expert)
-            found = None if name.endswith("_bias") else self.matrix(module, rows, columns, paged=True)
-            if found is None and not name.endswith("_bias"):
+            quantised = None if name.endswith("_bias") else self.matrix(module, rows, columns, paged=True)
+            if quantised is None and not name.endswith("_bias"):
                 self.named[self._profile.dtype] = None
-            total += align_up(plain_bytes, PAGE_ALIGNMENT) if found is None else found
+            total += align_up(plain_bytes, PAGE_ALIGNMENT) if quantised is None else quantised
         return total
 
 
 def expert_module(profile: ModelProfile, layer: int, matrix: str, expert: int | None) -> str:
     """The module of a matrix of an expert, a name on disk; ``expert`` None: of the stack of all experts."""
     spellings = getattr(profile.names, matrix, ())
-    place = "{expert}." if expert is not None else ""
-    name = spellings[0] if spellings else f"model.layers.{{layer}}.mlp.experts.{place}{matrix}_proj"
+    infix = "{expert}." if expert is not None else ""
+    name = spellings[0] if spellings else f"model.layers.{{layer}}.mlp.experts.{infix}{matrix}_proj"
     return str(name).format(layer=layer, expert=expert).removesuffix(".weight")
 
 

@@ -20,8 +20,8 @@ class StoredWeights:
         dtype: the experts as a number format for prices: `DType.bytes_for` all numbers of an expert is the largest
             page.
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
-        kept: those that our own decoder multiplies on a CPU as they are stored: name, layer and bytes in memory.
-        repacked_bytes: of an expert on average, those of matrices that are turned on a CPU, to lie by rows.
+        dense_stored: those that our own decoder multiplies on a CPU as they are stored: name, layer and bytes in
+        memory. repacked_bytes: of an expert on average, those of matrices that are turned on a CPU, to lie by rows.
         mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
         without_integers: the reason why activations rounded to int8 multiply no matrix of the experts, or None.
         exact: where they multiply some, the formats of those that meet activations as they are.
@@ -33,7 +33,7 @@ class StoredWeights:
     total_bytes: int
     mean_page_bytes: int
     dense: tuple[tuple[str, int, int], ...] = ()
-    kept: tuple[tuple[str, int, int], ...] = ()
+    dense_stored: tuple[tuple[str, int, int], ...] = ()
     repacked_bytes: int = 0
     mixed: bool = False
     without_integers: str | None = None
@@ -47,12 +47,12 @@ class StoredWeights:
         pages: Sequence[Sequence[int]],
         elements: int,
         dense: Sequence[tuple[str, int, int]],
-        kept: Sequence[tuple[str, int, int]] = (),
+        matrices: Sequence[tuple[str, int, int]] = (),
         reasons: Mapping[str, str | None] | None = None,
     ) -> StoredWeights:
         """``pages``: bytes of each expert of each layer. They hold ``elements`` numbers at most; their format is called
         ``experts``. ``reasons``: why each format of theirs is without integers, or None."""
-        exact = {name: why for name, why in (reasons or {}).items() if why is not None}
+        exact = {name: reason for name, reason in (reasons or {}).items() if reason is not None}
         without = next(iter(exact.values()), None) if len(exact) == len(reasons or {}) else None
         sizes = [max(layer, default=0) for layer in pages]
         largest, total, count = max(sizes), sum(map(sum, pages)), sum(map(len, pages))
@@ -66,7 +66,7 @@ class StoredWeights:
             total_bytes=total,
             mean_page_bytes=-(-total // max(count, 1)),
             dense=tuple(dense),
-            kept=tuple(kept),
+            dense_stored=tuple(matrices),
             without_integers=without,
             exact=() if without else tuple(exact),
             mixed=any(len(set(layer)) > 1 for layer in pages),

@@ -44,7 +44,7 @@ def dense_tensors(model: ModelProfile) -> Iterator[StackedTensor]:
     A model with `ModelProfile.tensors` has these, each for itself.
     """
     if model.tensors:
-        yield from (StackedTensor(name=each.name, layer=each.layer, parts=(each,)) for each in model.tensors)
+        yield from (StackedTensor(name=tensor.name, layer=tensor.layer, parts=(tensor,)) for tensor in model.tensors)
         return
     embedding = (model.vocab_size, model.hidden_size)
     yield _stacked("embed", -1, embedding)
@@ -81,10 +81,10 @@ def page_shapes(model: ModelProfile) -> dict[str, tuple[int, int]]:
 @lru_cache(maxsize=64)
 def layer_numbers(model: ModelProfile) -> Counter[int]:
     """Numbers in the page of each layer of a dense model."""
-    found = Counter[int]()
+    counts = Counter[int]()
     for tensor in model.page_tensors:
-        found[tensor.layer] += tensor.elements
-    return found
+        counts[tensor.layer] += tensor.elements
+    return counts
 
 
 def pages(model: ModelProfile) -> tuple[Page, ...]:
@@ -96,7 +96,7 @@ def pages(model: ModelProfile) -> tuple[Page, ...]:
 def _stacked(name: str, layer: int, shape: _Shape | dict[str, _Shape]) -> StackedTensor:
     """One tensor with a shape, or the stack of parts with these names and shapes."""
     parts = shape if isinstance(shape, dict) else {name: shape}
-    stored = tuple(StoredTensor(name=part, layer=layer, shape=each) for part, each in parts.items())
+    stored = tuple(StoredTensor(name=part, layer=layer, shape=shape) for part, shape in parts.items())
     return StackedTensor(name=name, layer=layer, parts=stored)
 
 
@@ -134,9 +134,9 @@ def _grouped_tensors(model: ModelProfile) -> _Tensors:
     if spec.qkv_bias:
         yield "qkv_bias", {"q_bias": (spec.q_dim,), "k_bias": (spec.kv_dim,), "v_bias": (spec.kv_dim,)}
     if spec.qk_norm != "none":
-        whole = spec.qk_norm == "projection"
-        yield "q_norm", (spec.q_dim if whole else spec.head_dim,)
-        yield "k_norm", (spec.kv_dim if whole else spec.head_dim,)
+        per_projection = spec.qk_norm == "projection"
+        yield "q_norm", (spec.q_dim if per_projection else spec.head_dim,)
+        yield "k_norm", (spec.kv_dim if per_projection else spec.head_dim,)
 
 
 def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> _Tensors:

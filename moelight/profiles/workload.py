@@ -38,9 +38,9 @@ class Workload:
         for name, value in asdict(self).items():
             if name == "max_gen_len" and value is None:
                 continue
-            most = MOST_REQUESTS if name == "num_requests" else MOST_TOKENS
-            if not 1 <= value <= most:
-                raise ConfigError(f"{name} must be from 1 to {most:,}, not {quoted(value)}")
+            limit = MOST_REQUESTS if name == "num_requests" else MOST_TOKENS
+            if not 1 <= value <= limit:
+                raise ConfigError(f"{name} must be from 1 to {limit:,}, not {quoted(value)}")
         if self.prompt_len > self.max_prompt_len:
             raise ConfigError(f"prompt_len ({self.prompt_len}) exceeds max_prompt_len ({self.max_prompt_len})")
         if self.gen_len > self.longest_answer:
@@ -58,10 +58,10 @@ def load_workload(name_or_path: str) -> Workload:
     if path.name == name_or_path and path.suffix not in (".yaml", ".yml"):
         path = find_profile("workload", name_or_path)
     figures = [name for name, value in asdict(Workload()).items() if value is not None]
-    given = read_yaml(path).fields("source", required=("name", *figures))
-    for key in given.keys() - set(figures):
-        given[key].text()
+    entries = read_yaml(path).fields("source", required=("name", *figures))
+    for key in entries.keys() - set(figures):
+        entries[key].text()
     try:
-        return Workload(**{key: given[key].integer() for key in figures})
+        return Workload(**{key: entries[key].integer() for key in figures})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

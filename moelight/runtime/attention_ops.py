@@ -65,28 +65,28 @@ class _Layers:
         """float32 [Hq] on ``device``; copied there at the first call."""
         if not self.specs[layer].sinks:
             return None
-        if (found := self._landed.get((layer, device))) is None:
-            found = self._landed[layer, device] = self._sinks[layer].to(device, torch.float32)
-        return found
+        if (tensor := self._landed.get((layer, device))) is None:
+            tensor = self._landed[layer, device] = self._sinks[layer].to(device, torch.float32)
+        return tensor
 
-    def kept(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Given:
+    def as_cached(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Given:
         """Return the tensors that the cache stores; those that it does not store have no rows."""
         return q[:0], k if self.specs[layer].latent is None else k[:0], v
 
     def kernels_take(self, layer: int, q: Tensor, k: Tensor, form: PromptForm) -> bool:
         """Whether the kernel of the device takes the heads of ``layer``, with prompts of ``form``."""
-        if (found := self._taken.get(layer)) is None:
-            own = prompt_form(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
-            found = self._taken[layer] = own == form and q.shape[2] <= gpu_attention.MOST_HEAD_DIM
-        return found
+        if (served := self._taken.get(layer)) is None:
+            layer_form = prompt_form(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
+            served = self._taken[layer] = layer_form == form and q.shape[2] <= gpu_attention.MOST_HEAD_DIM
+        return served
 
-    def given(self, layer: int, mb: MicroBatch) -> Given | None:
+    def qkv(self, layer: int, mb: MicroBatch) -> Given | None:
         """Queries, keys and values of ``layer`` as kernels take them; None without attention."""
         spec = self.specs[layer]
         if not spec.num_heads:
             return None
         width = 0 if spec.latent is not None else spec.cached_head_dim
-        q, k, v = (_as_wide(each, width) for each in require(mb.qkv))
+        q, k, v = (_as_wide(tensor, width) for tensor in require(mb.qkv))
         return q, k, v
 
 
@@ -114,21 +114,21 @@ class HostAttention:
 
     def bound(self) -> list[PagedCache]:
         """The caches of all layers for `Decoder.decode_layers`; none where a layer attends otherwise."""
-        found = [_bound(spec, each) for spec, each in zip(self._layers.specs, self._cache, strict=True)]
-        some = [each for each in found if each is not None]
-        return some if len(some) == len(found) else []
+        caches = [_bound(spec, cache) for spec, cache in zip(self._layers.specs, self._cache, strict=True)]
+        some = [cache for cache in caches if cache is not None]
+        return some if len(some) == len(caches) else []
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
         quantised = self._layers.specs[task.layer].num_heads > 0 and len(self._cache[task.layer]) > 2
         _attend_on_device(self._layers, task.layer, mb, self._form, quantised=quantised)
 
     def _offload_qkv(self, task: Task, mb: MicroBatch) -> None:
-        given = self._layers.given(task.layer, mb)
-        mb.qkv_host = None if given is None else require(mb.crossing).take(*given)
+        qkv = self._layers.qkv(task.layer, mb)
+        mb.qkv_host = None if qkv is None else require(mb.crossing).take(*qkv)
 
     def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
-        if (given := self._layers.given(task.layer, mb)) is not None:
-            mb.qkv_host = require(mb.crossing).take(*self._layers.kept(task.layer, *given))
+        if (qkv := self._layers.qkv(task.layer, mb)) is not None:
+            mb.qkv_host = require(mb.crossing).take(*self._layers.as_cached(task.layer, *qkv))
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
         if self._layers.specs[task.layer].num_heads:
@@ -146,7 +146,7 @@ class HostAttention:
         spec = self._layers.specs[task.layer]
         if not spec.num_heads:
             return
-        q, k, v = require(self._layers.given(task.layer, mb) if mb.crossing is None else mb.qkv_host)
+        q, k, v = require(self._layers.qkv(task.layer, mb) if mb.crossing is None else mb.qkv_host)
         if mb.crossing is None:
             mb.qkv = None  # on a device, streams may still read them
             if mb.packed is None and spec.latent is None and spec.chunk is None:
@@ -166,8 +166,8 @@ class HostAttention:
             mb.attn = self._attend_in_chunks(task.layer, mb, q, out, sinks)
             return
         if n := mb.decoding:
-            own = (q[:n], k_cache, v_cache, mb.block_tables, mb.seq_lens, scale)
-            cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=softcap, **_by_name(scales), out=out[:n])
+            arguments = (q[:n], k_cache, v_cache, mb.block_tables, mb.seq_lens, scale)
+            cpu_gqa_decode(*arguments, window=window, sinks=sinks, softcap=softcap, **_by_name(scales), out=out[:n])
         if mb.packed is not None:
             cu_seqlens, tables, contexts = mb.packed
             cpu_prefill_attention(
@@ -211,8 +211,8 @@ class HostAttention:
         windows, (k_cache, v_cache, *scales) = (lens - 1) % require(spec.chunk) + 1, self._cache[layer]
         for window in windows.unique().tolist():
             rows = (windows == window).nonzero().flatten()
-            own = (q[rows], k_cache, v_cache, tables[rows], lens[rows], spec.product_scale)
-            out[rows] = cpu_gqa_decode(*own, window=window, sinks=sinks, softcap=spec.softcap, **_by_name(scales))
+            arguments = (q[rows], k_cache, v_cache, tables[rows], lens[rows], spec.product_scale)
+            out[rows] = cpu_gqa_decode(*arguments, window=window, sinks=sinks, softcap=spec.softcap, **_by_name(scales))
         return out if mb.crossing is not None else _narrowed(out, spec)
 
     def _load_hidden(self, task: Task, mb: MicroBatch) -> None:
@@ -239,7 +239,7 @@ class DeviceAttention:
         given, in ``kv_dtype``; ``form``: of prompts."""
         self._layers, self._host, self._device, self._buffers = _Layers(specs, sinks), on_host, on_device, buffers
         self._form, self._kernels, self._kv_dtype = form, kernels_of(buffers.device), kv_dtype
-        some = next((each.numbers for each in on_host or () if len(each)), None)
+        some = next((cache.values for cache in on_host or () if len(cache)), None)
         self._fetches = some is not None and self._kernels.fetches(some, buffers.device)[0]
         self.table: Mapping[TaskKind, Act] = {
             TaskKind.LOAD_KV: self._load_kv,
@@ -257,20 +257,20 @@ class DeviceAttention:
         if not self._layers.specs[task.layer].num_heads:
             return
         buffer, cache = self._buffer(into.index, task.layer), require(self._host)[task.layer]
-        for source, target in ((cache.numbers, buffer.numbers), (cache.scales, buffer.scales)):
+        for source, target in ((cache.values, buffer.values), (cache.scales, buffer.scales)):
             if source is None or target is None:
                 continue
             if self._fetches and len(context.runs) > MOST_COPIES:
                 gpu_attention.fetch(source, target, context.pieces_on(target.device))
                 continue
-            for slot, place, count in context.runs:
-                target[place : place + count].copy_(source[slot : slot + count], non_blocking=True)
+            for slot, offset, count in context.runs:
+                target[offset : offset + count].copy_(source[slot : slot + count], non_blocking=True)
 
     def _offload_kv(self, task: Task, mb: MicroBatch) -> None:
-        given, crossing = self._layers.given(task.layer, mb), require(mb.crossing)
-        if given is None:
+        qkv, crossing = self._layers.qkv(task.layer, mb), require(mb.crossing)
+        if qkv is None:
             return
-        (q, k, v), rows = self._layers.kept(task.layer, *given), require(mb.added).host_rows
+        (q, k, v), rows = self._layers.as_cached(task.layer, *qkv), require(mb.added).host_rows
         if self._kv_dtype.group:
             mb.kv_host = crossing.take_cached(self._quantised(k, v, rows))
         else:
@@ -283,7 +283,7 @@ class DeviceAttention:
         scales = torch.empty((count, *shape[:2]), dtype=torch.float32, device=k.device)
         places = torch.arange(count, device=k.device)
         self._kernels.append(k, v, codes, places, rows=rows, cache_scale=scales)
-        return CachedRows(numbers=codes, scales=scales)
+        return CachedRows(values=codes, scales=scales)
 
     def _store_kv(self, task: Task, mb: MicroBatch) -> None:
         if not self._layers.specs[task.layer].num_heads:
@@ -291,26 +291,26 @@ class DeviceAttention:
         cache, slots = require(self._host)[task.layer], require(mb.added).host_slots
         if cache.scales is not None:
             new = require(mb.kv_host)
-            cache.numbers.index_copy_(0, slots, new.numbers)
+            cache.values.index_copy_(0, slots, new.values)
             cache.scales.index_copy_(0, slots, require(new.scales))
         elif self._layers.specs[task.layer].latent is None:
-            append_in_torch(*require(mb.qkv_host)[1:], cache.numbers, slots)
+            append_in_torch(*require(mb.qkv_host)[1:], cache.values, slots)
         else:
-            cache.numbers[:, 0].index_copy_(0, slots, require(mb.qkv_host)[2])
+            cache.values[:, 0].index_copy_(0, slots, require(mb.qkv_host)[2])
 
     def _attention(self, task: Task, mb: MicroBatch) -> None:
-        given, added = self._layers.given(task.layer, mb), require(mb.added)
-        if given is None:
+        qkv, added = self._layers.qkv(task.layer, mb), require(mb.added)
+        if qkv is None:
             return
-        _, k, v = given
+        _, k, v = qkv
         if (slots := added.device_slots) is not None:
             cache, rows = require(self._device)[task.layer], added.device_rows
             if self._layers.specs[task.layer].latent is None:
-                self._kernels.append(k, v, cache.numbers, slots, rows=rows, cache_scale=cache.scales)
+                self._kernels.append(k, v, cache.values, slots, rows=rows, cache_scale=cache.scales)
             else:
-                cache.numbers[:, 0].index_copy_(0, slots, _picked(v, rows))
+                cache.values[:, 0].index_copy_(0, slots, _picked(v, rows))
         in_cache, in_buffer = require(mb.context).batch.tiers
-        (index,) = (each.index for each in task.reads if each.space == "context") if in_buffer else (0,)
+        (index,) = (read.index for read in task.reads if read.space == "context") if in_buffer else (0,)
         _attend_on_device(
             self._layers,
             task.layer,
@@ -334,13 +334,13 @@ def _attend_on_device(
 ) -> None:
     """Attention of one layer by the kernels of the device; by torch where they do not take heads of this size, or take
     prompts in tiles of another form than that of the micro-batch. ``quantised``: the cache is."""
-    given, spec = layers.given(layer, mb), layers.specs[layer]
-    if given is None:
+    qkv, spec = layers.qkv(layer, mb), layers.specs[layer]
+    if qkv is None:
         return
-    q, k, v = given
+    q, k, v = qkv
     kernels, batch = kernels_of(q.device), require(mb.context).batch
     attend, pools = kernels.attend, {"cache": cache, "buffer": buffer}
-    rest: dict[str, Any] = {name: None if pool is None else pool.numbers for name, pool in pools.items()}
+    rest: dict[str, Any] = {name: None if pool is None else pool.values for name, pool in pools.items()}
     if spec.latent is not None:
         mb.attn = latents_in_torch(q, k, v, batch, spec.product_scale, **rest)
         return
@@ -369,13 +369,13 @@ def _by_name(scales: Sequence[Tensor]) -> dict[str, Any]:
     return dict(zip(("k_scale", "v_scale"), scales, strict=False))
 
 
-def _as_wide(given: Tensor, width: int) -> Tensor:
-    """``given`` [T, heads, n], padded to heads of ``width`` numbers (0: as they are), contiguous within a row."""
-    if 0 < given.shape[2] < width:
-        return functional.pad(given, (0, width - given.shape[2]))
-    if given.stride(2) == 1 and given.stride(1) == given.shape[2]:
-        return given
-    return given.contiguous()
+def _as_wide(tensor: Tensor, width: int) -> Tensor:
+    """``tensor`` [T, heads, n], padded to heads of ``width`` numbers (0: as they are), contiguous within a row."""
+    if 0 < tensor.shape[2] < width:
+        return functional.pad(tensor, (0, width - tensor.shape[2]))
+    if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]:
+        return tensor
+    return tensor.contiguous()
 
 
 def _narrowed(out: Tensor, spec: AttentionSpec) -> Tensor:

@@ -22,7 +22,7 @@ from moelight.kernels.gpu.attention import PromptForm, RaggedBatch, in_buffer
 class Chunk:
     """Tokens ``start`` to ``start + count`` of one sequence, which owns ``blocks`` of the cache.
 
-    ``decodes``: one generated token, at ``place`` of the token pool (``token_ids`` is empty), where the next token is
+    ``decodes``: one generated token, at ``slot`` of the token pool (``token_ids`` is empty), where the next token is
     written too. A prompt token never decodes, not even in a chunk of one: the result would depend on how the prompt is
     cut. ``samples``: the last row samples a token. ``targets``: scored tokens; row ``first_scored`` of the chunk scores
     the first, the following rows the others. ``reaches``: the length of the sequence, if its other chunks go beyond
@@ -32,7 +32,7 @@ class Chunk:
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
-    place: int
+    slot: int
     samples: bool
     decodes: bool
     targets: Sequence[int] = ()
@@ -85,12 +85,12 @@ class Added:
     None: all.
 
     Attributes:
-        there: number of rows kept on the device.
+        device_count: number of rows kept on the device.
         host_slots: slots of ``host_rows`` in the host's cache, in host memory.
         device_slots: slots of ``device_rows`` in the device's cache; None if there are none.
     """
 
-    there: int
+    device_count: int
     host_rows: Tensor | None
     host_slots: Tensor
     device_rows: Tensor | None
@@ -106,11 +106,11 @@ def find_added(slots: Tensor, *, host_slots: int) -> Added:
     """``slots`` int64, in host memory: cache slots of the rows."""
     down = slots < host_slots
     if bool(down.all()):
-        return Added(there=0, host_rows=None, host_slots=slots, device_rows=None, device_slots=None)
+        return Added(device_count=0, host_rows=None, host_slots=slots, device_rows=None, device_slots=None)
     stay = slots[~down] - host_slots
     some = bool(down.any())
     return Added(
-        there=stay.numel(),
+        device_count=stay.numel(),
         host_rows=down.nonzero().flatten(),
         host_slots=slots[down],
         device_rows=(~down).nonzero().flatten() if some else None,

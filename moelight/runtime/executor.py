@@ -82,7 +82,7 @@ class Executor:
             if page is not None:
                 self._prefetched[page] = submitted[position]
         ahead = set(schedule.prefetched_next)
-        in_flight = PassInFlight(tuple(each for position, each in enumerate(submitted) if position not in ahead))
+        in_flight = PassInFlight(tuple(ticket for position, ticket in enumerate(submitted) if position not in ahead))
         self._last |= {(task.lane, task.kind.moves_page): (task, ticket) for task, ticket, _ in in_flight.submitted}
         self.broken = False
         return in_flight

@@ -84,9 +84,9 @@ class Graphs:
     At `MOST_GRAPHS` all are dropped: their sizes are those of an earlier time. After a failure none are recorded.
     """
 
-    def __init__(self, recorder: Recorder, *, rows: int, most: int = MOST_GRAPHS) -> None:
+    def __init__(self, recorder: Recorder, *, rows: int, max_graphs: int = MOST_GRAPHS) -> None:
         """``rows``: the most rows of a pass that are served."""
-        self._recorder, self._rows, self._most = recorder, min(rows, GRAPH_ROWS), most
+        self._recorder, self._rows, self._most = recorder, min(rows, GRAPH_ROWS), max_graphs
         self._found: dict[Hashable, _Graph] = {}
         self._seen: set[Hashable] = set()
         self._places: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
@@ -98,9 +98,9 @@ class Graphs:
         graphs = GRAPHS_PER_LAYER * layers * micro_batches
         return not self._failed and rows <= self._rows and graphs <= self._most
 
-    def placed(self, name: str, row: int, given: Tensor) -> Tensor:
-        """``given`` [T, ...], copied to its place: the rows from ``row`` on of the tensor ``name``."""
-        return self._place(name, row, given).copy_(given)
+    def placed(self, name: str, row: int, tensor: Tensor) -> Tensor:
+        """``tensor`` [T, ...], copied to its place: the rows from ``row`` on of the tensor ``name``."""
+        return self._place(name, row, tensor).copy_(tensor)
 
     def run(
         self, key: Hashable, compute: Compute, inputs: Sequence[Tensor], *, name: str, row: int, keeps: object = None
@@ -118,8 +118,8 @@ class Graphs:
             graph = self._record(key, compute, inputs, name, row, keeps)
             if graph is None:
                 return compute(*inputs)
-        for place, given in zip(graph.inputs, inputs, strict=True):
-            place.copy_(given)
+        for buffer, tensor in zip(graph.inputs, inputs, strict=True):
+            buffer.copy_(tensor)
         graph.launch()
         return graph.outputs
 
@@ -127,8 +127,8 @@ class Graphs:
         """Makes the places, too: memory that is allocated during a recording belongs to the graphs."""
         outputs = compute(*inputs)
         for kind, tensors in (("input", inputs), ("output", outputs)):
-            for index, each in enumerate(tensors):
-                self._place(f"{name} {kind} {index}", row, each)
+            for index, tensor in enumerate(tensors):
+                self._place(f"{name} {kind} {index}", row, tensor)
         return outputs
 
     def _record(
@@ -136,7 +136,7 @@ class Graphs:
     ) -> _Graph | None:
         if len(self._found) >= self._most:
             self.forget()
-        places = [self._place(f"{name} input {index}", row, given) for index, given in enumerate(inputs)]
+        places = [self._place(f"{name} input {index}", row, tensor) for index, tensor in enumerate(inputs)]
         outputs: list[Tensor] = []
 
         def work() -> None:

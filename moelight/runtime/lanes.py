@@ -134,15 +134,15 @@ class InlineLane:
     def submit(self, work: Work, after: Sequence[Ticket]) -> Ticket:
         if self._broken is not None:
             raise self._broken
-        mine = HostTicket()
+        ticket = HostTicket()
         try:
             self.device_waits += _wait_for(after)
             with _working(self._team):
-                mine.carry_out(work)
+                ticket.carry_out(work)
         except BaseException as error:  # later work may depend on this, so any error counts
             self._broken = error
             raise
-        return mine
+        return ticket
 
     def submit_burst(self, works: Sequence[Work], after: Sequence[Ticket]) -> Sequence[Ticket]:
         """`submit` of each, all of which wait for ``after``."""
@@ -169,13 +169,13 @@ class ThreadLane:
         return self.submit_burst((work,), after)[0]
 
     def submit_burst(self, works: Sequence[Work], after: Sequence[Ticket]) -> Sequence[Ticket]:
-        """Works that begin one after another once ``after`` is done; who waits for one waits until all have begun."""
+        """Works that begin one after another once ``after`` is done; waiting for one waits for the whole burst."""
         if self._closed:
             raise MoelightError(f"{self._thread.name} is closed")
         done = Signal()
-        mine = [self._ticket(done) for _ in works]
-        self._queue.put((works, after, mine, done))
-        return mine
+        tickets = [self._ticket(done) for _ in works]
+        self._queue.put((works, after, tickets, done))
+        return tickets
 
     def close(self) -> None:
         self._closed = True
@@ -334,14 +334,14 @@ class ClockOrigin:
     def now(cls, stream: Any, new_event: Callable[[], Any]) -> ClockOrigin:
         """An origin at the end of what ``stream`` was given, which is waited for: of three events the one whose host
         time is known best."""
-        found = []
+        readings = []
         for _ in range(3):
             event, before = new_event(), time.perf_counter()
             event.record(stream)
             event.synchronize()
             after = time.perf_counter()
-            found.append((after - before, (before + after) / 2, event))
-        _, at_s, event = min(found, key=lambda each: each[0])
+            readings.append((after - before, (before + after) / 2, event))
+        _, at_s, event = min(readings, key=lambda reading: reading[0])
         return cls(event, at_s)
 
     def seconds(self, event: Any) -> float:

@@ -86,14 +86,14 @@ def find_machine(name: str) -> Machine:
     if kind not in DEVICES or (index and (kind not in _CARDS or not index.isdecimal())):
         raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}, or a card as in cuda:1")
     if kind == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kind = found.type if found is not None and found.type in _CARDS else "cpu"
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        kind = accelerator.type if accelerator is not None and accelerator.type in _CARDS else "cpu"
     if kind == "cpu":
         return Machine(device=torch.device("cpu"), discrete=False)
     count = torch.get_device_module(kind).device_count() if torch.get_device_module(kind).is_available() else 0
     if int(index or 0) >= count:
-        there = f"{count:,} {kind} device{'s' * (count > 1)}" if count else "no such device"
-        raise ConfigError(f"--device {name}: torch {torch.__version__} sees {there} on this machine")
+        available = f"{count:,} {kind} device{'s' * (count > 1)}" if count else "no such device"
+        raise ConfigError(f"--device {name}: torch {torch.__version__} sees {available} on this machine")
     device = torch.device(kind, int(index or 0))
     bf16 = kind != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
     return Machine(device=device, discrete=True, bf16=bf16)
@@ -122,9 +122,9 @@ def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None =
 
 def teams_of(shares: CoreShares) -> dict[Lane, ThreadTeam]:
     """Thread team of each computing lane; lanes with the same share take turns with one team."""
-    found = {lane: share for lane in Lane if (share := shares.of(lane)) is not None}
-    made = {share: ThreadTeam(share.threads, share.places) for share in dict.fromkeys(found.values())}
-    return {lane: made[share] for lane, share in found.items()}
+    lane_shares = {lane: share for lane in Lane if (share := shares.of(lane)) is not None}
+    made = {share: ThreadTeam(share.threads, share.places) for share in dict.fromkeys(lane_shares.values())}
+    return {lane: made[share] for lane, share in lane_shares.items()}
 
 
 def cores_for(machine: Machine, policy: Policy) -> CoreShares:
@@ -140,19 +140,21 @@ def allocate_for(
     """Allocate the arenas of ``footprint`` (`paging.arena.allocate`), those in host memory on suitable NUMA nodes."""
     plug = pci_slot_of(machine.device)
     tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
-    place = place_memory(
+    placement = place_memory(
         read_topology(),
         sum(footprint.total(tier) for tier in tiers),
         device_node=None if plug is None else plug.node,
         refusal=why_not_placed(),
     )
-    with placing(place):  # pinned memory is touched at allocation, the rest later by any thread
+    with placing(placement):  # pinned memory is touched at allocation, the rest later by any thread
         arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages, slot_bytes=slot_bytes)
     for arena in arenas.values():
         if arena.device.type == "cpu":
-            settle(place, arena.data_ptr(), arena.numel())
+            settle(placement, arena.data_ptr(), arena.numel())
     if machine.memory is not None:
-        for region in (each for each in footprint.arenas if each.tier == "device" and each.purpose in arenas):
+        for region in (
+            planned for planned in footprint.arenas if planned.tier == "device" and planned.purpose in arenas
+        ):
             try:
                 machine.memory.hold(arenas[region.purpose], region.bytes)
             except torch.OutOfMemoryError:
@@ -179,8 +181,8 @@ def limit_device_memory(device: torch.device, limit_bytes: int | None) -> None:
         return
     if device.type == "cuda" and torch.version.hip is None:
         _change_settings("expandable_segments:True")
-    _, whole = module.mem_get_info(device)
-    share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / whole)
+    _, total = module.mem_get_info(device)
+    share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total)
     module.set_per_process_memory_fraction(share, device)
 
 

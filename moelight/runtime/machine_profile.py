@@ -60,36 +60,36 @@ def machine_profile(device: str = AUTO, *, disk_dir: Path | None = None, say: Sa
     """
     directory = disk_dir or Path.cwd()
     path = kept_path(device)
-    kept = _kept(path, say)
-    missing = kept is not None and _missing(kept, device)
-    if kept is None or missing or _worth_another_try(kept, path):
+    stored = _kept(path, say)
+    missing = stored is not None and _missing(stored, device)
+    if stored is None or missing or _worth_another_try(stored, path):
         measured = _measured_apart(device, directory, say)
-        if kept is not None and missing:
-            kept = _joined(kept, measured)
-        elif kept is None or _disturbance(measured) < _disturbance(kept):
-            kept = measured
+        if stored is not None and missing:
+            stored = _joined(stored, measured)
+        elif stored is None or _disturbance(measured) < _disturbance(stored):
+            stored = measured
         try:
-            write_hardware_profile(kept, path, comments=COMMENTS)
+            write_hardware_profile(stored, path, comments=COMMENTS)
         except ConfigError as error:
             say(f"warning: {error}; the next run measures again")
-    if busy := _disturbance(kept):
+    if busy := _disturbance(stored):
         say(
             f"warning: other programs kept {busy:.1f} processors busy while this machine was measured, so estimates "
             "may be too low; when it is quiet, run moelight profile"
         )
-    return _now(kept, device, directory)
+    return _now(stored, device, directory)
 
 
 def kept_profile(device: str = AUTO, *, say: Say = to_stderr) -> HardwareProfile | None:
     """The cached profile of this machine, if there is one; measures nothing."""
-    kept = _kept(kept_path(device), say)
-    return None if kept is None or _missing(kept, device) else kept
+    stored = _kept(kept_path(device), say)
+    return None if stored is None or _missing(stored, device) else stored
 
 
 def use_kept_kernels() -> None:
     """Use the forms of kernels that were the fastest when this machine was measured; else those in force stay."""
-    if (kept := kept_profile()) is not None:
-        variants.choose(dict(kept.kernels))
+    if (stored := kept_profile()) is not None:
+        variants.choose(dict(stored.kernels))
 
 
 def kept_path(device: str = AUTO) -> Path:
@@ -115,10 +115,10 @@ def _missing(profile: HardwareProfile, device: str) -> bool:
     return not complete or (profile.tier("device") is not None) != gpu
 
 
-def _worth_another_try(kept: HardwareProfile, path: Path) -> bool:
-    """True if ``kept`` was measured beside other work, more than `TRY_AGAIN_S` ago."""
+def _worth_another_try(stored: HardwareProfile, path: Path) -> bool:
+    """True if ``stored`` was measured beside other work, more than `TRY_AGAIN_S` ago."""
     try:
-        return _disturbance(kept) > 0 and time.time() - path.stat().st_mtime > TRY_AGAIN_S
+        return _disturbance(stored) > 0 and time.time() - path.stat().st_mtime > TRY_AGAIN_S
     except OSError:
         return True
 
@@ -127,24 +127,24 @@ def _disturbance(profile: HardwareProfile) -> float:
     return profile.figure(BUSY) or 0.0
 
 
-def _joined(kept: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
-    """``kept``, completed by the figures that only ``measured`` has."""
-    spread = dict(measured.spread) | dict(kept.spread)
+def _joined(stored: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
+    """``stored``, completed by the figures that only ``measured`` has."""
+    spread = dict(measured.spread) | dict(stored.spread)
     joined = replace(
-        kept,
-        tiers=_merged(kept.tiers, measured.tiers, "name"),
-        links=_merged(kept.links, measured.links, "src"),
-        processors=_merged(kept.processors, measured.processors, "name"),
-        measured=tuple((dict(measured.measured) | dict(kept.measured)).items()),
-        efficiency=_merged(kept.efficiency, measured.efficiency, "name"),
-        kernels=kept.kernels or measured.kernels,
+        stored,
+        tiers=_merged(stored.tiers, measured.tiers, "name"),
+        links=_merged(stored.links, measured.links, "src"),
+        processors=_merged(stored.processors, measured.processors, "name"),
+        measured=tuple((dict(measured.measured) | dict(stored.measured)).items()),
+        efficiency=_merged(stored.efficiency, measured.efficiency, "name"),
+        kernels=stored.kernels or measured.kernels,
     )
     return replace(joined, spread=tuple((key, spread[key]) for key in joined.figure_keys() if key in spread))
 
 
-def _merged(mine: tuple[T, ...], others: tuple[T, ...], name: str) -> tuple[T, ...]:
-    have = {getattr(item, name) for item in mine}
-    return (*mine, *(item for item in others if getattr(item, name) not in have))
+def _merged(items: tuple[T, ...], others: tuple[T, ...], name: str) -> tuple[T, ...]:
+    have = {getattr(item, name) for item in items}
+    return (*items, *(item for item in others if getattr(item, name) not in have))
 
 
 def _now(profile: HardwareProfile, device: str, directory: Path) -> HardwareProfile:
@@ -160,8 +160,11 @@ def _now(profile: HardwareProfile, device: str, directory: Path) -> HardwareProf
 def _measured_apart(device: str, directory: Path, say: Say) -> HardwareProfile:
     """The memory of the measurement ends with its subprocess."""
     say("measuring this machine, which takes about ten seconds and is done once (moelight profile does it finely)")
-    own = os.environ.get("PYTHONPATH")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([own] if own else [])])}
+    python_path = os.environ.get("PYTHONPATH")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([python_path] if python_path else [])]),
+    }
     with tempfile.TemporaryDirectory(prefix="moelight-") as scratch:
         file = Path(scratch) / "measured.yaml"
         command = [sys.executable, "-m", "moelight.runtime.calibration.machine", device, str(directory), str(file)]
@@ -171,10 +174,10 @@ def _measured_apart(device: str, directory: Path, say: Say) -> HardwareProfile:
             )
             if not done.returncode:
                 return read_hardware_profile(file)
-            why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         except (OSError, subprocess.TimeoutExpired) as error:
-            why = str(error)
-    raise ConfigError(f"this machine could not be measured ({why}); name a machine with --hw, for example --hw t4")
+            reason = str(error)
+    raise ConfigError(f"this machine could not be measured ({reason}); name a machine with --hw, for example --hw t4")
 
 
 def may_have_accelerator() -> bool:

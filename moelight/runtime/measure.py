@@ -100,23 +100,23 @@ def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
     paths = _paths_of_process(proc)
     for fstype, options, root, mount in _mounts(proc):
         if fstype == "cgroup2" and "" in paths:
-            own, version = paths[""], 2
+            group, version = paths[""], 2
         elif fstype == "cgroup" and controller in options and controller in paths:
-            own, version = paths[controller], 1
+            group, version = paths[controller], 1
         else:
             continue
         # Inside a container the mount may show a subtree whose path the process's own file does not repeat.
-        below = own[len(root) :] if root != "/" and own.startswith(root) else own
+        below = group[len(root) :] if root != "/" and group.startswith(root) else group
         directory = mount / below.strip("/")
-        yield from ((each, version) for each in (directory, *directory.parents) if each.is_relative_to(mount))
+        yield from ((parent, version) for parent in (directory, *directory.parents) if parent.is_relative_to(mount))
 
 
 def _paths_of_process(proc: Path) -> dict[str, str]:
     paths = {}
     for line in text_of(proc / "self/cgroup").splitlines():
         _, _, rest = line.partition(":")
-        controllers, found, path = rest.partition(":")
-        if found and ".." not in path.split("/"):
+        controllers, separator, path = rest.partition(":")
+        if separator and ".." not in path.split("/"):
             paths.update(dict.fromkeys(controllers.split(","), path))
     return paths
 

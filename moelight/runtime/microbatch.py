@@ -46,14 +46,14 @@ class StagingBuffers:
         on_host, beside = policy.attention_device == "cpu", policy.ffn_device != "gpu"
         kv_dtype = costs.kv_dtype(policy, dtype)
         residual = costs.residual_bytes(model, dtype, 1) if beside else 0
-        each = {  # bytes per token; the region of the widest elements first
+        token_bytes = {  # bytes per token; the region of the widest elements first
             "routing": costs.routing_bytes(model) if beside else 0,
             "down": costs.qkv_bytes(model, dtype, 1) if on_host else costs.kv_layer_bytes(model, kv_dtype),
             "up": costs.hidden_bytes(model, dtype, 1) if on_host else 0,
             "routed": residual,
             "experts": residual,
         }
-        return cls(dtype=to_torch(dtype), **_regions(arena, tokens, each))
+        return cls(dtype=to_torch(dtype), **_regions(arena, tokens, token_bytes))
 
     def share(self, row: int, tokens: int) -> StagingBuffers:
         """The buffers of one micro-batch."""
@@ -63,20 +63,20 @@ class StagingBuffers:
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copy [T, heads, D] each to host memory, those that lie side by side in the rows of one product at once; the
         copies are complete when the lane's event is."""
-        place, found = self.down.view(-1), list[Tensor]()
+        buffer, landed = self.down.view(-1), list[Tensor]()
         for run in _side_by_side((q, k, v)):
             heads = [part.shape[1] for part in run]
-            whole = run[0].as_strided((len(run[0]), sum(heads), run[0].shape[2]), run[0].stride())
-            found += _land(place[: whole.nbytes], whole).split(heads, dim=1)
-            place = place[whole.nbytes :]
-        return found[0], found[1], found[2]
+            joined = run[0].as_strided((len(run[0]), sum(heads), run[0].shape[2]), run[0].stride())
+            landed += _land(buffer[: joined.nbytes], joined).split(heads, dim=1)
+            buffer = buffer[joined.nbytes :]
+        return landed[0], landed[1], landed[2]
 
     def take_cached(self, new: CachedRows) -> CachedRows:
         """Copy ``new`` to host memory, as the cache keeps it; the copies are complete when the lane's event is."""
-        place, scales = self.down.view(-1), require(new.scales)
+        buffer, scales = self.down.view(-1), require(new.scales)
         return CachedRows(
-            numbers=_land(place[: new.numbers.nbytes], new.numbers),
-            scales=_land(place[new.numbers.nbytes :][: scales.nbytes], scales),
+            values=_land(buffer[: new.values.nbytes], new.values),
+            scales=_land(buffer[new.values.nbytes :][: scales.nbytes], scales),
         )
 
     def take_routed(self, routed: Routed) -> Routed:
@@ -105,11 +105,11 @@ class SavedActivations:
     @classmethod
     def in_arena(cls, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> SavedActivations:
         """Activations of a whole pass; ``arena`` uint8, of `moe_workspace_bytes` for ``tokens``."""
-        each = {"sums": hidden * 4, "weights": top_k * 4, "ids": top_k * 4, "x": hidden * dtype.itemsize}
-        found = _regions(arena, tokens, each)
-        weights, ids = found["weights"].view(torch.float32), found["ids"].view(torch.int32)
-        routed = Routed(x=found["x"].view(dtype), weights=weights, ids=ids)
-        return cls(routed=routed, sums=found["sums"].view(torch.float32))
+        token_bytes = {"sums": hidden * 4, "weights": top_k * 4, "ids": top_k * 4, "x": hidden * dtype.itemsize}
+        regions = _regions(arena, tokens, token_bytes)
+        weights, ids = regions["weights"].view(torch.float32), regions["ids"].view(torch.int32)
+        routed = Routed(x=regions["x"].view(dtype), weights=weights, ids=ids)
+        return cls(routed=routed, sums=regions["sums"].view(torch.float32))
 
     def rows(self, first: int, count: int) -> SavedActivations:
         """The activations of one micro-batch, or of several."""
@@ -123,10 +123,10 @@ class SavedActivations:
         self.routed.ids.copy_(routed.ids)
 
 
-def _regions(arena: Tensor, tokens: int, each: Mapping[str, int]) -> dict[str, Tensor]:
+def _regions(arena: Tensor, tokens: int, token_bytes: Mapping[str, int]) -> dict[str, Tensor]:
     """Consecutive regions ``[tokens, bytes per token]`` by name."""
-    parts = arena[: tokens * sum(each.values())].split([tokens * size for size in each.values()])
-    return {name: part.view(tokens, size) for (name, size), part in zip(each.items(), parts, strict=True)}
+    parts = arena[: tokens * sum(token_bytes.values())].split([tokens * size for size in token_bytes.values()])
+    return {name: part.view(tokens, size) for (name, size), part in zip(token_bytes.items(), parts, strict=True)}
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -143,8 +143,8 @@ def _side_by_side(parts: Sequence[Tensor]) -> list[list[Tensor]]:
     return runs
 
 
-def _land(place: Tensor, source: Tensor) -> Tensor:
-    return place.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+def _land(target: Tensor, source: Tensor) -> Tensor:
+    return target.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,7 +162,7 @@ class MicroBatch:
         chunks: whose rows these are, in order.
         scored_rows: int64 [R], rows that score ``targets`` int64 [R].
         crossing: only if a link separates device and host.
-        kept: only where experts run once per pass.
+        saved: only where experts run once per pass.
         row: of the first token among those of the pass.
         running: what the model keeps of the micro-batch from task to task.
         kv_host: new keys and values on their way into a quantised cache in host memory.
@@ -196,7 +196,7 @@ class MicroBatch:
     kv_host: CachedRows | None = None
     attn: Tensor | None = None
     crossing: StagingBuffers | None = None
-    kept: SavedActivations | None = None
+    saved: SavedActivations | None = None
     context: Context | None = None
     added: Added | None = None
     routed: Routed | None = None
@@ -226,7 +226,7 @@ class MicroBatch:
             lens = torch.arange(1, int(ends[-1]) + 1, dtype=torch.int32) - first
             width = max(self.block_tables.shape[1], tables.shape[1])
             parts = [self.block_tables, tables.repeat_interleave(counts, 0)]
-            padded = [functional.pad(each, (0, width - each.shape[1])) for each in parts]
+            padded = [functional.pad(part, (0, width - part.shape[1])) for part in parts]
             self.rows = torch.cat(padded), torch.cat((self.seq_lens, lens))
         return self.rows
 
@@ -257,13 +257,13 @@ def pack(
     sampled: Tensor,
     crossing: StagingBuffers | None,
     prefill_only: bool,
-    kept: SavedActivations | None = None,
+    saved: SavedActivations | None = None,
     row: int = 0,
 ) -> MicroBatch:
     """Pack ``chunks``, decoding ones first, with their shares of the arenas (``sampled`` in host memory)."""
     decoding = [chunk for chunk in chunks if chunk.decodes]
     rest, end, starts = chunks[len(decoding) :], len(decoding), [chunk.start for chunk in decoding]
-    slots = [each.blocks[each.start // block_size] * block_size + each.start % block_size for each in decoding]
+    slots = [chunk.blocks[chunk.start // block_size] * block_size + chunk.start % block_size for chunk in decoding]
     rows = _numbers([0] * end, starts, slots)
     last, scored, targets = [*range(end)], list[int](), list[int]()
     if rest:
@@ -273,8 +273,8 @@ def pack(
         targets += chunk.targets
         end += chunk.count
         last.append(end - 1)
-    sampling = [(row, chunk.place) for row, chunk in zip(last, chunks, strict=True) if chunk.samples]
-    samples = _numbers([row for row, _ in sampling], [place for _, place in sampling])
+    sampling = [(row, chunk.slot) for row, chunk in zip(last, chunks, strict=True) if chunk.samples]
+    samples = _numbers([row for row, _ in sampling], [position for _, position in sampling])
     scoring = _numbers(scored, targets)
     return MicroBatch(
         token_ids=torch.from_numpy(rows[0]),
@@ -283,7 +283,7 @@ def pack(
         block_tables=_tables(decoding),
         seq_lens=torch.from_numpy(np.array([start + 1 for start in starts], dtype=np.int32)),
         packed=_packed(rest),
-        places=torch.from_numpy(_numbers([chunk.place for chunk in decoding])[0]),
+        places=torch.from_numpy(_numbers([chunk.slot for chunk in decoding])[0]),
         sample_rows=torch.from_numpy(samples[0]),
         sample_places=torch.from_numpy(samples[1]),
         sampled=sampled[: len(sampling)],
@@ -294,7 +294,7 @@ def pack(
         hidden=hidden,
         row=row,
         crossing=crossing,
-        kept=kept,
+        saved=saved,
     )
 
 

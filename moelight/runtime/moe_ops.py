@@ -61,17 +61,17 @@ class LayerPages:
         self._copy(self._index, self._of_pass[1])
         return self._layers[layer]
 
-    def of_layer(self, layer: int, numbers: np.ndarray) -> ExpertTable:
-        """The experts of ``layer``, numbered by ``numbers`` int32 [experts], which nobody changes later."""
-        self._copy(self._index[layer], numbers)
+    def of_layer(self, layer: int, indices: np.ndarray) -> ExpertTable:
+        """The experts of ``layer``, numbered by ``indices`` int32 [experts], which must not change later."""
+        self._copy(self._index[layer], indices)
         return self._layers[layer]
 
-    def _copy(self, into: Tensor, numbers: np.ndarray) -> None:
-        if numbers is not self._holds:
+    def _copy(self, into: Tensor, indices: np.ndarray) -> None:
+        if indices is not self._holds:
             rows = np.full(into.shape, -1, dtype=np.int32)
-            rows[..., : numbers.shape[-1]] = numbers
+            rows[..., : indices.shape[-1]] = indices
             into.copy_(pinned(rows, into.device), non_blocking=True)
-            self._holds = numbers
+            self._holds = indices
 
 
 class MoEOps:
@@ -86,12 +86,12 @@ class MoEOps:
         pages: PageStore,
         *,
         host_space: Workspace | None,
-        kept: SavedActivations | None,
+        saved: SavedActivations | None,
         hidden: Tensor,
         most_rows: int,
         wide_layers: Collection[int] = (),
     ) -> None:
-        self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, kept, most_rows
+        self._decoder, self._pages, self._kept, self._most_rows = decoder, pages, saved, most_rows
         self._host_space, self._hidden, self._wide_layers = host_space, hidden, wide_layers
         self._moe, self._num_experts = decoder.model.moe_layers, decoder.model.experts.num_experts
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
@@ -119,21 +119,21 @@ class MoEOps:
     def _tables(self) -> list[ExpertTable] | None:
         """The addresses of every layer's experts, those of the first with experts for one without; None unless the
         grouped kernels compute all of them, and those of a layer lie alike."""
-        decoder, found = self._decoder, dict[int, ExpertTable]()
-        by = [each for each, moe in zip(decoder.activations, self._moe, strict=True) if moe]
+        decoder, tables = self._decoder, dict[int, ExpertTable]()
+        by = [activation for activation, moe in zip(decoder.activations, self._moe, strict=True) if moe]
         if None in by:
             return None
         ids = [decoder.layout_id(layer) if moe else None for layer, moe in enumerate(self._moe)]
         for layout_id, moe in zip(ids, self._moe, strict=True):
-            if not moe or layout_id in found:
+            if not moe or layout_id in tables:
                 continue
             weights = () if layout_id is None else decoder.matrices(layout_id, self._pages.weights)
             table = grouped_pages(weights, decoder.dtype, by)
             if layout_id is None or table is None:
                 return None
-            found[layout_id] = table
-        first = next(iter(found.values()), None)
-        return None if first is None else [first if layout_id is None else found[layout_id] for layout_id in ids]
+            tables[layout_id] = table
+        first = next(iter(tables.values()), None)
+        return None if first is None else [first if layout_id is None else tables[layout_id] for layout_id in ids]
 
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]
@@ -164,10 +164,10 @@ class MoEOps:
             mb.attn = None
         if pass_pages.watch is not None:
             pass_pages.watch(task.layer, routed)
-        if mb.kept is None:
+        if mb.saved is None:
             mb.routed = routed
         else:
-            mb.kept.keep(routed)
+            mb.saved.keep(routed)
         if pass_pages.small is not None:
             mb.chosen = HostCopy(routed.ids, routed.weights)
             if not self._discrete and task.micro_batch + 1 == len(pass_pages.micro_batches):
@@ -216,12 +216,12 @@ class MoEOps:
         if some is None or not some.start:
             everyone.sums.zero_()
         on_cpu = everyone.sums.device.type == "cpu"
-        most = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
+        max_rows = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
         if some is not None:
             experts = [expert if number in some else None for number, expert in enumerate(experts)]
-        add_experts(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=most, wide=wide)
+        add_experts(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=max_rows, wide=wide)
         for mb in pass_pages.micro_batches if some is None or some.stop == self._num_experts else ():
-            mb.hidden += require(mb.kept).sums.to(mb.hidden.dtype)
+            mb.hidden += require(mb.saved).sums.to(mb.hidden.dtype)
 
     def _offload_hidden(self, task: Task, pass_pages: PassPages) -> Outcome:
         mb = pass_pages.micro_batches[task.micro_batch]
@@ -285,7 +285,7 @@ class MoEOps:
         if key not in self._found:
             if key[1] != self._residents:
                 self._found, self._residents = {}, key[1]
-            numbers = self._pages.memory_of_experts(pass_pages.position)
-            pages = map(self._pages.weights_at, numbers)
-            self._found[key] = [self._decoder.experts(layer, each) for layer, each in enumerate(pages)]
+            memory_indices = self._pages.memory_of_experts(pass_pages.position)
+            pages = map(self._pages.weights_at, memory_indices)
+            self._found[key] = [self._decoder.experts(layer, page) for layer, page in enumerate(pages)]
         return self._found[key][layer]

@@ -111,18 +111,20 @@ class Operations:
             torch.index_select(self._pool, 0, mb.places, out=mb.token_ids[:n])
         mb.running = self._decoder.begin(mb.token_ids, mb.positions, mb.hidden, mb.chunks)
         if mb.graphs is not None:
-            mb.running = [mb.graphs.placed(f"running {index}", mb.row, each) for index, each in enumerate(mb.running)]
+            mb.running = [
+                mb.graphs.placed(f"running {index}", mb.row, tensor) for index, tensor in enumerate(mb.running)
+            ]
 
     def _pre_attention(self, task: Task, mb: MicroBatch) -> None:
         def compute() -> Sequence[Tensor]:
             return self._decoder.pre_attention(task.layer, mb.hidden, require(mb.running))
 
         if mb.graphs is None:
-            found = compute()
+            projected = compute()
         else:
             key = task.kind, task.layer, mb.row, mb.tokens
-            found = mb.graphs.run(key, compute, (), name="before", row=mb.row)
-        mb.qkv = self._decoder.split_heads(found)
+            projected = mb.graphs.run(key, compute, (), name="before", row=mb.row)
+        mb.qkv = self._decoder.split_heads(projected)
 
     def _layers(self, task: Task, pass_pages: PassPages) -> None:
         """All of them in one call, if there is one for their experts; else phase by phase."""

@@ -84,7 +84,9 @@ def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] 
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     online = _numbers(text_of(sys / "devices/system/node/online"))
     directories = {number: sys / f"devices/system/node/node{number}" for number in online}
-    node_of = {each: number for number, path in directories.items() for each in _numbers(text_of(path / "cpulist"))}
+    node_of = {
+        processor: number for number, path in directories.items() for processor in _numbers(text_of(path / "cpulist"))
+    }
     cores: dict[tuple[int, ...], list[int]] = {}
     for processor in sorted(allowed):
         siblings = sys / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
@@ -92,7 +94,9 @@ def read_topology(*, sys: Path = SYS, proc: Path = PROC, allowed: Iterable[int] 
     memory = _numbers(entry(proc / "self/status", "Mems_allowed_list")) or directories
     nodes = [_read_node(number, directories[number] / "meminfo") for number in directories if number in memory]
     return Topology(
-        cores=tuple(Core(processors=tuple(own), node=node_of.get(own[0], 0)) for own in cores.values()),
+        cores=tuple(
+            Core(processors=tuple(processors), node=node_of.get(processors[0], 0)) for processors in cores.values()
+        ),
         quota=processor_quota(proc=proc),
         nodes=tuple(node for node in nodes if node.total_bytes),
     )
@@ -119,10 +123,10 @@ def pci_slot_of(device: torch.device, *, sys: Path = SYS) -> PciSlot | None:
 
     properties = torch.get_device_module(device).get_device_properties(device)
     try:
-        place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        address = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
     except AttributeError:
         return None
-    return read_plug(f"{place[0]:04x}:{place[1]:02x}:{place[2]:02x}.0", sys=sys)
+    return read_plug(f"{address[0]:04x}:{address[1]:02x}:{address[2]:02x}.0", sys=sys)
 
 
 def _read_node(number: int, file: Path) -> NumaNode:
@@ -139,13 +143,13 @@ def _read_node(number: int, file: Path) -> NumaNode:
 
 def _numbers(text: str) -> list[int]:
     """Numbers of a list such as ``0-3,8``; empty for other text."""
-    found: list[int] = []
+    values: list[int] = []
     for part in text.split(","):
         bounds = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if bounds is None:
             return []
-        found.extend(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
-    return found
+        values.extend(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
+    return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +228,7 @@ def share_cores(topology: Topology, demands: Demands, *, at_most: int) -> CoreSh
     return CoreShares(
         compute=_share(others, computing, bound=bound),
         staging=_share(stagers, staging, bound=bound),
-        free=tuple(each for core in free for each in core.processors),
+        free=tuple(processor for core in free for processor in core.processors),
         reason=_count(topology, threads, bound=bound) + use,
         shared=not demands.device,
     )
@@ -299,24 +303,24 @@ def why_not_placed() -> str | None:
 
 
 @contextmanager
-def placing(place: MemoryPlace) -> Iterator[None]:
+def placing(placement: MemoryPlace) -> Iterator[None]:
     """Place memory that the calling thread, or a thread started within the context, touches first."""
-    if place.kind == "anywhere":
+    if placement.kind == "anywhere":
         yield
         return
-    _call("set_mempolicy", _MODES[place.kind], _mask(place.nodes), _MOST_NODES)
+    _call("set_mempolicy", _MODES[placement.kind], _mask(placement.nodes), _MOST_NODES)
     try:
         yield
     finally:
         _call("set_mempolicy", _DEFAULT, None, 0)
 
 
-def settle(place: MemoryPlace, start: int, size: int) -> None:
+def settle(placement: MemoryPlace, start: int, size: int) -> None:
     """Place the untouched pages of ``size`` bytes from address ``start`` on, whichever thread touches them."""
-    if place.kind != "anywhere" and size > 0:
+    if placement.kind != "anywhere" and size > 0:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         address = ctypes.c_void_p(first)
-        _call("mbind", address, start + size - first, _MODES[place.kind], _mask(place.nodes), _MOST_NODES, 0)
+        _call("mbind", address, start + size - first, _MODES[placement.kind], _mask(placement.nodes), _MOST_NODES, 0)
 
 
 def _mask(nodes: Iterable[int]) -> ctypes.Array[ctypes.c_ulong]:
@@ -331,6 +335,6 @@ def _call(name: str, *arguments: object) -> int:
     """Return 0 or an errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    wide = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     number = ctypes.c_long(_NUMBERS[platform.machine()][name])
     return ctypes.get_errno() if libc.syscall(number, *wide) else 0

@@ -49,20 +49,20 @@ class TwinHabits:
     def parse(text: str) -> TwinHabits:
         """The habits ``text``, as in ``fp16,link=12GB/s,launch=5us,memory=16GiB``, each at most once. Raises
         ConfigError."""
-        found: dict[str, Any] = {}
+        habits: dict[str, Any] = {}
         for item in text.split(","):
             key, equals, value = item.strip().partition("=")
-            if key not in _KNOWN or (key == "fp16") is bool(equals) or key in found:
+            if key not in _KNOWN or (key == "fp16") is bool(equals) or key in habits:
                 raise ConfigError(
                     f"--device twin:{text}: {item!r} is not one of fp16, link=RATE, launch=TIME and memory=SIZE, each "
                     f"once, as in twin:fp16,link=12GB/s,launch=5us,memory=16GiB{did_you_mean(key, _KNOWN)}"
                 )
-            found[key] = value
+            habits[key] = value
         return TwinHabits(
-            fp16="fp16" in found,
-            link_bytes_per_s=_rate(found["link"]) if "link" in found else 0.0,
-            launch_s=_seconds(found["launch"]) if "launch" in found else 0.0,
-            memory_bytes=parse_bytes(found["memory"], what="--device twin: memory") if "memory" in found else 0,
+            fp16="fp16" in habits,
+            link_bytes_per_s=_rate(habits["link"]) if "link" in habits else 0.0,
+            launch_s=_seconds(habits["launch"]) if "launch" in habits else 0.0,
+            memory_bytes=parse_bytes(habits["memory"], label="--device twin: memory") if "memory" in habits else 0,
         )
 
     @property
@@ -188,12 +188,12 @@ class _Allocations(TorchDispatchMode):
         self._memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = {_place(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        for each in tree_leaves(found):
-            if isinstance(each, Tensor) and _place(each) not in given:
-                self._memory.hold(each)
-        return found
+        output = func(*args, **(kwargs or {}))
+        inputs = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and _place(leaf) not in inputs:
+                self._memory.hold(leaf)
+        return output
 
 
 def _place(tensor: Tensor) -> int:
@@ -211,11 +211,11 @@ def _rate(text: str) -> float:
     size, per, unit = text.partition("/")
     if per and unit.strip() != "s":
         raise ConfigError(f"--device twin: link: {text!r} is not a rate, as in 12GB/s")
-    return float(parse_bytes(size, what="--device twin: link"))
+    return float(parse_bytes(size, label="--device twin: link"))
 
 
 def _seconds(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", text)
-    if found is None or not float(found.group(1)):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", text)
+    if match is None or not float(match.group(1)):
         raise ConfigError(f"--device twin: launch: {text!r} is not a time, as in 5us")
-    return float(found.group(1)) / _PER_SECOND[found.group(2)]
+    return float(match.group(1)) / _PER_SECOND[match.group(2)]

@@ -29,7 +29,7 @@ def warm_up(
     hidden: Tensor,
     *,
     layers: Iterable[int],
-    kept: SavedActivations | None,
+    saved: SavedActivations | None,
     most_rows: int,
     block_size: int,
     form: PromptForm,
@@ -37,19 +37,19 @@ def warm_up(
     pool: BlockPool | None,
 ) -> None:
     """Carry out the device's tasks of ``layers``, one of each kind, and of the head, on the calling thread, on
-    micro-batches of 1, 2, 4, … up to ``most_rows`` rows; with ``kept``, experts also on all rows of ``hidden``; without
-    ``has_experts``, on the device, up to the router. ``pool``: the blocks to whose contexts the device attends, in
-    prompts of ``form`` and in decoding; None if the CPU does. Weights and pages may be unread, and blocks unwritten:
-    results are dropped, and the contents of ``hidden``, ``kept`` and of a block are lost.
+    micro-batches of 1, 2, 4, … up to ``most_rows`` rows; with ``saved``, experts also on all rows of ``hidden``;
+    without ``has_experts``, on the device, up to the router. ``pool``: the blocks to whose contexts the device attends,
+    in prompts of ``form`` and in decoding; None if the CPU does. Weights and pages may be unread, and blocks unwritten:
+    results are dropped, and the contents of ``hidden``, ``saved`` and of a block are lost.
 
     Where a kernel of Triton fails, torch serves on this device from then on. Raises torch.OutOfMemoryError.
     """
-    after = {layer: _after_attention(model.moe_layers[layer], kept, has_experts) for layer in layers}
+    after = {layer: _after_attention(model.moe_layers[layer], saved, has_experts) for layer in layers}
     window = model.window
 
     def play() -> None:
-        for rows in doublings(most_rows if kept is None else len(hidden)):
-            _play(operations, after, _prompts(hidden, kept, rows, most_rows, block_size, form))
+        for rows in doublings(most_rows if saved is None else len(hidden)):
+            _play(operations, after, _prompts(hidden, saved, rows, most_rows, block_size, form))
         if pool is None:
             return
         block = pool.host_blocks if pool.host_blocks < pool.blocks else 0  # on the device, if any is
@@ -70,43 +70,44 @@ def warm_up(
     operations.forget_range()
 
 
-def _after_attention(moe: bool, kept: SavedActivations | None, has_experts: bool) -> tuple[TaskKind, ...]:
-    if not moe or (has_experts and kept is None):
+def _after_attention(moe: bool, saved: SavedActivations | None, has_experts: bool) -> tuple[TaskKind, ...]:
+    if not moe or (has_experts and saved is None):
         return (TaskKind.POST_ATTENTION,)
     return (TaskKind.ROUTE, TaskKind.EXPERTS) if has_experts else (TaskKind.ROUTE,)
 
 
-def doublings(most: int) -> Iterator[int]:
-    """1, 2, 4, … below ``most``, then ``most``."""
+def doublings(limit: int) -> Iterator[int]:
+    """1, 2, 4, … below ``limit``, then ``limit``."""
     rows = 1
-    while rows < most:
+    while rows < limit:
         yield rows
         rows *= 2
-    yield most
+    yield limit
 
 
 def _prompts(
-    hidden: Tensor, kept: SavedActivations | None, rows: int, most: int, block_size: int, form: PromptForm
+    hidden: Tensor, saved: SavedActivations | None, rows: int, max_rows: int, block_size: int, form: PromptForm
 ) -> list[MicroBatch]:
-    """Prompts of ``rows`` tokens in all and at most ``most`` each, whose keys and values have no place in the cache."""
-    found = []
-    for first in range(0, rows, most):
-        count = min(most, rows - first)
+    """Prompts of ``rows`` tokens in all and at most ``max_rows`` each, whose keys and values have no place in the
+    cache."""
+    prompts = []
+    for first in range(0, rows, max_rows):
+        count = min(max_rows, rows - first)
         blocks = (0,) * -(-count // block_size)
-        chunk, activations = _chunk(count, blocks=blocks), None if kept is None else kept.rows(first, count)
+        chunk, activations = _chunk(count, blocks=blocks), None if saved is None else saved.rows(first, count)
         into = hidden[first : first + count]
-        found.append(_micro_batch(into, activations, chunk, block_size, None, form, host_slots=block_size))
-    return found
+        prompts.append(_micro_batch(into, activations, chunk, block_size, None, form, host_slots=block_size))
+    return prompts
 
 
 def _chunk(count: int, *, start: int = 0, blocks: tuple[int, ...], decodes: bool = False) -> Chunk:
     token_ids = () if decodes else (0,) * count
-    return Chunk(token_ids=token_ids, start=start, blocks=blocks, place=0, samples=True, decodes=decodes)
+    return Chunk(token_ids=token_ids, start=start, blocks=blocks, slot=0, samples=True, decodes=decodes)
 
 
 def _micro_batch(
     hidden: Tensor,
-    kept: SavedActivations | None,
+    saved: SavedActivations | None,
     chunk: Chunk,
     block_size: int,
     window: int | None,
@@ -122,7 +123,7 @@ def _micro_batch(
         hidden=hidden[: chunk.count],
         sampled=sampled,
         crossing=None,
-        kept=kept,
+        saved=saved,
         prefill_only=True,
     )
     mb.added = find_added(mb.cache_slots, host_slots=host_slots)
@@ -132,7 +133,9 @@ def _micro_batch(
 
 def _attend(operations: Operations, mb: MicroBatch) -> None:
     """Attention over a context alone, in the first layer."""
-    perform = operations.bind(PassPages(micro_batches=[mb], position=0), lambda *given: given[-1], lambda *_: None)
+    perform = operations.bind(
+        PassPages(micro_batches=[mb], position=0), lambda *arguments: arguments[-1], lambda *_: None
+    )
     for kind in (TaskKind.EMBED, TaskKind.PRE_ATTENTION, TaskKind.ATTENTION):
         reads = (Buffer(space="context", index=0),) if kind is TaskKind.ATTENTION else ()
         perform(Task(kind=kind, lane=Lane.DEVICE, layer=0, micro_batch=0, reads=reads))()
@@ -141,7 +144,7 @@ def _attend(operations: Operations, mb: MicroBatch) -> None:
 def _play(operations: Operations, layers: Mapping[int, tuple[TaskKind, ...]], micro_batches: list[MicroBatch]) -> None:
     """``layers``: the tasks of each after attention; the second is one of the whole pass."""
     perform = operations.bind(
-        PassPages(micro_batches=micro_batches, position=0), lambda *given: given[-1].argmax(-1), lambda *_: None
+        PassPages(micro_batches=micro_batches, position=0), lambda *arguments: arguments[-1].argmax(-1), lambda *_: None
     )
 
     def run(kind: TaskKind, layer: int, j: int) -> None:
@@ -149,12 +152,12 @@ def _play(operations: Operations, layers: Mapping[int, tuple[TaskKind, ...]], mi
 
     for j in range(len(micro_batches)):
         run(TaskKind.EMBED, -1, j)
-    for layer, (each, *whole) in layers.items():
+    for layer, (batch_kind, *pass_kinds) in layers.items():
         for j in range(len(micro_batches)):
             run(TaskKind.PRE_ATTENTION, layer, j)
             run(TaskKind.ATTENTION, layer, j)
-            run(each, layer, j)
-        for kind in whole:
+            run(batch_kind, layer, j)
+        for kind in pass_kinds:
             run(kind, layer, -1)
     for j in range(len(micro_batches)):
         run(TaskKind.SAMPLE, -1, j)

@@ -72,10 +72,10 @@ class ScheduleBuilder:
 
     def buffer(self, space: str, index: int) -> Buffer:
         """One object per slot for all tasks that touch it."""
-        found = self._buffers.get((space, index))
-        if found is None:
-            found = self._buffers[space, index] = Buffer(space=space, index=index)
-        return found
+        buffer = self._buffers.get((space, index))
+        if buffer is None:
+            buffer = self._buffers[space, index] = Buffer(space=space, index=index)
+        return buffer
 
     def barrier(self) -> None:
         """Make every later task wait for every earlier one: a device-wide synchronisation."""
@@ -102,7 +102,7 @@ class ScheduleBuilder:
         """Add a task with the dependencies of the chain and of the last barrier; return its position. ``deps``
         may hold None; ``size``: bytes of a transfer."""
         position = len(self.tasks)
-        known = tuple([dep for dep in deps if dep is not None])
+        present = tuple([dep for dep in deps if dep is not None])
         extra = [dep for dep in self._waits_for if self.tasks[dep].lane is not lane] if self._waits_for else []
         if self._chained and self.tasks and kind is not TaskKind.PREFETCHED_PAGE:
             if not self.tasks[-1].lane is lane is Lane.DISK:
@@ -118,9 +118,9 @@ class ScheduleBuilder:
             slot=slot,
             experts=experts,
             bytes=size,
-            deps=tuple(dict.fromkeys((*known, *extra))) if extra else known,
-            reads=tuple([self.buffer(each, j) if isinstance(each, str) else each for each in reads]),
-            writes=tuple([self.buffer(each, j) if isinstance(each, str) else each for each in writes]),
+            deps=tuple(dict.fromkeys((*present, *extra))) if extra else present,
+            reads=tuple([self.buffer(read, j) if isinstance(read, str) else read for read in reads]),
+            writes=tuple([self.buffer(write, j) if isinstance(write, str) else write for write in writes]),
         )
         self.tasks.append(task)
         self._since[lane] = position
@@ -250,8 +250,8 @@ class ScheduleBuilder:
         """The task that the experts of ``layer`` wait for: the last arrival, as pages arrive on one lane in order."""
         if self.shape.routed_only:
             return (self._brought[layer],) if layer in self._brought else ()
-        mine, _ = self.layout.turns(layer)[turn]
-        return (self._delivered[mine[-1]],) if mine else ()
+        positions, _ = self.layout.turns(layer)[turn]
+        return (self._delivered[positions[-1]],) if positions else ()
 
     def read_ring(self, layer: int, task: int, turn: int = 0) -> None:
         """Record that ``task`` read the slots of ``layer`` and ``turn``; deliver the pages deferred until then."""
@@ -285,12 +285,12 @@ class ScheduleBuilder:
         """Transfer the cached keys and values of micro-batch ``j`` to the device, into the buffer of its step's parity.
         Does nothing if none cross, the transfer is written or too early, or the pass still computes some; `attend`
         calls this again."""
-        mine, step = self.shape.micro_batches[j], layer * self.count + j
-        crosses = self.layout.context_crosses and not mine.prefill_only and mine.context > 0
+        micro_batch, step = self.shape.micro_batches[j], layer * self.count + j
+        crosses = self.layout.context_crosses and not micro_batch.prefill_only and micro_batch.context > 0
         if step in self._context_loaded or step > self._attended + 1 or not crosses:
             return
         stored = self._stored_by_layer.get(layer, [])
-        earlier = range(j) if mine.continues else range(0)
+        earlier = range(j) if micro_batch.continues else range(0)
         if len(stored) < len(earlier):
             return
         self._context_loaded[step] = self.add(
@@ -301,14 +301,14 @@ class ScheduleBuilder:
             (self._context_used.get(step % 2), *(stored[-1:] if earlier else ())),
             reads=tuple(self._cache(layer, i) for i in earlier),
             writes=(self.buffer("context", step % 2),),
-            size=self.layout.context_bytes(mine, layer),
+            size=self.layout.context_bytes(micro_batch, layer),
         )
 
     def load_contexts(self, layer: int, j: int) -> None:
         """`load_kv` of this step, if still due, and of the step after it."""
         step = layer * self.count + j
-        for each in range(step, min(step + 2, self.count * self.layout.model.num_layers)):
-            self.load_kv(*divmod(each, self.count))
+        for position in range(step, min(step + 2, self.count * self.layout.model.num_layers)):
+            self.load_kv(*divmod(position, self.count))
 
     def attend(self, layer: int, j: int) -> None:
         """``pre_attention`` and attention of micro-batch ``j``; `load_hidden` writes the transfer back over a link, and
@@ -407,8 +407,8 @@ class ScheduleBuilder:
     def _is_whole(self, layer: int, j: int) -> bool:
         """True if nothing moves between the phases of ``layer``, which are one task with those of layers beside it in
         a pass of whole layers."""
-        whole = self.shape.micro_batches[j].decodes and not self._apart
-        return whole and layer < len(self.layout.layer_pages) and not self.layout.layer_pages[layer]
+        grouped = self.shape.micro_batches[j].decodes and not self._apart
+        return grouped and layer < len(self.layout.layer_pages) and not self.layout.layer_pages[layer]
 
     def _whole_layers(self, layer: int, j: int) -> None:
         """The task of the last of consecutive whole layers; its first was the first that was asked for."""
@@ -449,9 +449,9 @@ class ScheduleBuilder:
         deps: tuple[int | None, ...] = (before, self._stored.get(j))
         kind, reads, writes = TaskKind.OFFLOAD_KV, ("qkv",), ("qkv_host",)
         self._sent_down[j] = self.add(kind, Lane.D2H, layer, j, deps, reads=reads, writes=writes, size=down)
-        kept = (self._cache(layer, j),) if layout.context_crosses else ()
+        cache_writes = (self._cache(layer, j),) if layout.context_crosses else ()
         deps, reads = (self._sent_down[j],), ("qkv_host",)
-        self._stored[j] = self.add(TaskKind.STORE_KV, Lane.CPU, layer, j, deps, reads=reads, writes=kept)
+        self._stored[j] = self.add(TaskKind.STORE_KV, Lane.CPU, layer, j, deps, reads=reads, writes=cache_writes)
         self._stored_by_layer.setdefault(layer, []).append(self._stored[j])
 
     def _cache(self, layer: int, j: int) -> Buffer:

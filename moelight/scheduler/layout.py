@@ -13,7 +13,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Page
 from moelight.hrm import costs
 from moelight.hrm.footprint import pinned_slots, ring_slots
-from moelight.hrm.placement import Placement, place, turn_pages
+from moelight.hrm.placement import Placement, place_pages, turn_pages
 from moelight.profiles.model import ModelProfile
 
 # The place where experts run, by ``Policy.ffn_device``.
@@ -96,7 +96,7 @@ class Layout:
         cuts = [range(first, min(first + size, pages.stop)) for first in range(pages.start, pages.stop, size)]
         ends = [self.streamed[cut.stop - 1].expert + 1 for cut in cuts[:-1]]
         experts = pairwise((0, *ends, self.model.experts.num_experts))
-        return tuple((cut, range(*each)) for cut, each in zip(cuts, experts, strict=True))
+        return tuple((cut, range(*bounds)) for cut, bounds in zip(cuts, experts, strict=True))
 
     def turn_of(self, k: int) -> int:
         """The turn, in its layer, whose experts read position ``k`` of the stream."""
@@ -191,7 +191,7 @@ def layout_of(
     have moved."""
     discrete = policy.discrete if discrete is None else discrete
     _check(policy, discrete=discrete)
-    placement, experts = placement or place(model, policy), EXPERT_PLACES[policy.ffn_device]
+    placement, experts = placement or place_pages(model, policy), EXPERT_PLACES[policy.ffn_device]
     page_dtype = costs.page_dtype(model, dtype, policy.weight_dtype)
     size, crosses = costs.page_bytes(model, page_dtype), discrete and experts != "host"
     parts = costs.page_parts(size, part_bytes or costs.PART_BYTES) if crosses else (range(size),)

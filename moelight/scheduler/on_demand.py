@@ -30,8 +30,9 @@ def pays(
     return small and missing <= 1.0 - min(schedule_time.ROUTED_ONLY_SHARE, schedule_time.MEASURED_SHARE)
 
 
-def write(draft: ScheduleBuilder, *, whole: bool = False) -> Schedule:
-    """For each layer: all micro-batches through attention and router, the chosen pages, the experts (``whole``: once
+def write(draft: ScheduleBuilder, *, whole_pass: bool = False) -> Schedule:
+    """For each layer: all micro-batches through attention and router, the chosen pages, the experts (``whole_pass``:
+    once
     for all micro-batches). Resident experts run while others are read only without a GPU: beside one, the CPU's experts
     are not separated, which does not pay in so small a pass."""
     layout, micro_batches = draft.layout, range(draft.count)
@@ -50,7 +51,7 @@ def write(draft: ScheduleBuilder, *, whole: bool = False) -> Schedule:
             draft.transfer_chosen(layer)
             if draft.shape.ahead and layer in coming:
                 draft.prefetch_predicted(layer, coming[layer])
-        if whole:
+        if whole_pass:
             draft.experts(layer)
         else:
             for step in (draft.resident_experts, draft.experts_of, draft.combine):

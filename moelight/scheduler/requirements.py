@@ -63,9 +63,9 @@ def check_layout(schedule: str, layout: Layout, shape: PassShape) -> None:
 
 
 def _check(schedule: str, discrete: bool, attention: str, experts: str, *, small_ring: bool = False) -> None:
-    def why(name: str) -> str | None:
+    def fault(name: str) -> str | None:
         return misfit(name, discrete=discrete, attention=attention, experts=experts, small_ring=small_ring)
 
-    if (reason := why(schedule)) is not None:
-        others = ", ".join(name for name in NEEDS if why(name) is None)
+    if (reason := fault(schedule)) is not None:
+        others = ", ".join(name for name in NEEDS if fault(name) is None)
         raise ConfigError(f"schedule {schedule!r} {reason}; here these do: {others}")

@@ -193,7 +193,7 @@ def build_module(layout: Layout, shape: PassShape) -> Schedule:
     """
     draft = ScheduleBuilder("module", layout, shape, apart=True)
     if shape.routed_only:
-        return write(draft, whole=True)
+        return write(draft, whole_pass=True)
     micro_batches, layers = range(draft.count), layout.model.num_layers
     # Hidden states cross after attention, contexts before it: the block crosses between those of two layers.
     ahead = 0 if layout.discrete and layout.attention == "cpu" else 1

@@ -78,7 +78,7 @@ def steady_pass(
     that it prefetches for the next."""
     clock, began_s = VirtualClock(dram_bytes_per_s=dram_bytes_per_s, inline=inline), 0.0
     for _ in range(2 if schedule.prefetched_next else 0):
-        began_s = max((each.ends_s for each in clock.finish(schedule, cost)), default=0.0)
+        began_s = max((ended.ends_s for ended in clock.finish(schedule, cost)), default=0.0)
     return SteadyPass(began_s=began_s, timeline=clock.run(schedule, cost))
 
 
@@ -125,13 +125,13 @@ class VirtualClock:
 
     def run(self, schedule: Schedule, cost: Price) -> Timeline:
         """Run one pass, without the pages prefetched for the next; raises ScheduleError for a deadlock."""
-        return Timeline(spans=tuple(each.span for each in self.finish(schedule, cost)))
+        return Timeline(spans=tuple(ended.span for ended in self.finish(schedule, cost)))
 
     def finish(self, schedule: Schedule, cost: Price) -> list[_RunningTask]:
         """The tasks of `run`, done."""
         running_tasks = [self._run_task(task, cost) for task in schedule.tasks]
         ahead = set(schedule.prefetched_next)
-        awaited = [each for position, each in enumerate(running_tasks) if position not in ahead]
+        awaited = [ended for position, ended in enumerate(running_tasks) if position not in ahead]
         launching = self._launch(schedule, running_tasks)
         inline = next(launching, None)
         for running_task in awaited:
@@ -140,7 +140,7 @@ class VirtualClock:
                 while inline is not None and inline.done:
                     inline = next(launching, None)
         prefetched = [running_tasks[position] for position in schedule.prefetched_next]
-        self._prefetched = {each.task.page: each for each in prefetched if each.task.page is not None}
+        self._prefetched = {ended.task.page: ended for ended in prefetched if ended.task.page is not None}
         return awaited
 
     def _run_task(self, task: Task, cost: Price) -> _RunningTask:
@@ -148,10 +148,10 @@ class VirtualClock:
             return _RunningTask(task, cost(task), self._dram)
         if task.page in self._prefetched:
             return self._prefetched[task.page]
-        there = _RunningTask(task, TaskCost(seconds=0.0), None)
-        there.starts_s = there.ends_s = self.now_s
-        there.done = True
-        return there
+        instant = _RunningTask(task, TaskCost(seconds=0.0), None)
+        instant.starts_s = instant.ends_s = self.now_s
+        instant.done = True
+        return instant
 
     def _launch(self, schedule: Schedule, running_tasks: list[_RunningTask]) -> Iterator[_RunningTask]:
         """Queue every task on its lane, in order; yield those that the submitting thread runs itself."""
@@ -178,21 +178,21 @@ class VirtualClock:
 
     def _advance(self) -> None:
         running = list(self._running.values())
-        shares = [each.share for each in running] if self._dram is not None else ()
+        shares = [task.share for task in running] if self._dram is not None else ()
         soonest, ended = math.inf, None
         if self._dram is None or sum(shares) <= self._dram:  # the common case: every task at full speed
-            for each in running:
-                if each.left_s < soonest:
-                    soonest, ended = each.left_s, each
-            for each in running:
-                each.left_s -= soonest
+            for task in running:
+                if task.left_s < soonest:
+                    soonest, ended = task.left_s, task
+            for task in running:
+                task.left_s -= soonest
         else:
             speeds = _fair_speeds(shares, self._dram)
-            for each, speed in zip(running, speeds, strict=True):
-                if each.left_s / speed < soonest:
-                    soonest, ended = each.left_s / speed, each
-            for each, speed in zip(running, speeds, strict=True):
-                each.left_s = max(0.0, each.left_s - soonest * speed)
+            for task, speed in zip(running, speeds, strict=True):
+                if task.left_s / speed < soonest:
+                    soonest, ended = task.left_s / speed, task
+            for task, speed in zip(running, speeds, strict=True):
+                task.left_s = max(0.0, task.left_s - soonest * speed)
         if ended is None:
             raise ScheduleError("tasks wait for each other for ever")
         self.now_s += soonest
@@ -208,12 +208,12 @@ class VirtualClock:
         ended.waiters = []
 
 
-def _fair_speeds(shares: Sequence[float], whole: float) -> list[float]:
-    """The fraction of its full speed that each task gets if they need ``shares`` of ``whole`` (max-min fairness)."""
-    speeds, left = [1.0] * len(shares), whole
+def _fair_speeds(shares: Sequence[float], capacity: float) -> list[float]:
+    """The fraction of its full speed that each task gets if they need ``shares`` of ``capacity`` (max-min fairness)."""
+    speeds, left = [1.0] * len(shares), capacity
     waiting = sorted((share, index) for index, share in enumerate(shares) if share > 0)
     for served, (share, index) in enumerate(waiting):
-        given = min(share, left / (len(waiting) - served))
-        speeds[index] = given / share
-        left -= given
+        granted = min(share, left / (len(waiting) - served))
+        speeds[index] = granted / share
+        left -= granted
     return speeds

@@ -21,7 +21,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moelight.serve.auth import Guard
-from moelight.serve.http import ON_ERROR, ApiError, Upload, chunks, found, page_response, read_body
+from moelight.serve.http import ON_ERROR, ApiError, Upload, chunks, find_or_404, page_response, read_body
 from moelight.serve.store import OPEN, Batch, DataDirectory, StoredFile, private
 from moelight.serve.worker import ENDPOINTS, Worker
 
@@ -86,23 +86,23 @@ class Api:
             raise ApiError(400, "order is asc or desc", param="order", code="invalid_request")
         purpose = request.query_params.get("purpose")
         look_up = partial(self._store.page, StoredFile, newest_first=order == "desc", purpose=purpose)
-        return page_response(request, "file", look_up, _file_object, limit=_MOST_FILES, most=_MOST_FILES)
+        return page_response(request, "file", look_up, _file_object, limit=_MOST_FILES, max_limit=_MOST_FILES)
 
     def file(self, request: Request) -> Response:
-        return JSONResponse(_file_object(found(request, "file", self._store.file)))
+        return JSONResponse(_file_object(find_or_404(request, "file", self._store.file)))
 
     def content(self, request: Request) -> Response:
         def look_up(file_id: str) -> StoredFile | None:
             file = self._store.file(file_id)
             return file if file is not None and self._data.path(file).is_file() else None
 
-        file = found(request, "file", look_up)
+        file = find_or_404(request, "file", look_up)
         name, headers = f"{file.id}.jsonl", {"X-Content-Type-Options": "nosniff"}
         path = self._data.path(file)
         return FileResponse(path, media_type="application/octet-stream", filename=name, headers=headers)
 
     def delete_file(self, request: Request) -> Response:
-        file = found(request, "file", self._store.file)
+        file = find_or_404(request, "file", self._store.file)
         user = self._store.drop_file(file.id)
         if user is not None:
             message = f"{file.id} is being read by {user}; cancel that first"
@@ -136,14 +136,14 @@ class Api:
 
     def batches(self, request: Request) -> Response:
         look_up = partial(self._store.page, Batch)
-        return page_response(request, "batch", look_up, self._batch_object, limit=20, most=_MOST_BATCHES)
+        return page_response(request, "batch", look_up, self._batch_object, limit=20, max_limit=_MOST_BATCHES)
 
     def batch(self, request: Request) -> Response:
-        return JSONResponse(self._batch_object(found(request, "batch", self._store.batch)))
+        return JSONResponse(self._batch_object(find_or_404(request, "batch", self._store.batch)))
 
     def cancel(self, request: Request) -> Response:
         cancelled = self._store.cancel(request.path_params["batch_id"])
-        batch = found(request, "batch", self._store.batch)
+        batch = find_or_404(request, "batch", self._store.batch)
         if not cancelled and batch.status not in {"cancelling", "cancelled"}:
             message = f"{batch.id} is {batch.status} and cannot be cancelled any more"
             raise ApiError(400, message, param="batch_id", code="batch_not_cancellable")

@@ -78,7 +78,7 @@ class Guard:
             await (refusal.response() if refusal else self._app)(scope, body.receive, body.send)
             return
         if CONNECTION in scope.get("state", {}):
-            scope["state"][CONNECTION].known = True
+            scope["state"][CONNECTION].authorized = True
         self._running += 1
         try:
             await self._app(scope, body.receive, body.send)
@@ -90,9 +90,9 @@ class Guard:
             return ApiError(403, "this server is not called by that name", param="Host", code="invalid_host")
         if path in OPEN_PATHS:
             return None
-        given = headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(given, self._expected):
-            message = "wrong token" if given else "no token: send Authorization: Bearer TOKEN"
+        header = headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(header, self._expected):
+            message = "wrong token" if header else "no token: send Authorization: Bearer TOKEN"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if self._running >= MOST_REQUESTS:
             return ApiError(503, "too many requests at once", code="server_busy", headers={"Retry-After": "1"})

@@ -89,15 +89,15 @@ ON_ERROR = {
 }
 
 
-async def chunks(request: Request, most: int, *, around: int = 0) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives, at most ``most`` bytes and ``around`` bytes of framing.
+async def chunks(request: Request, max_bytes: int, *, around: int = 0) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives, at most ``max_bytes`` bytes and ``around`` bytes of framing.
 
     Raises ApiError if the body is longer or says so (413), no data arrives in time (408), or the sender disconnects
     (400).
     """
     length = request.headers.get("content-length", "0")
-    if not length.isascii() or not length.isdigit() or int(length) > most + around:
-        raise _too_large(most)
+    if not length.isascii() or not length.isdigit() or int(length) > max_bytes + around:
+        raise _too_large(max_bytes)
     stream, taken = request.stream(), 0
     while True:
         try:
@@ -109,13 +109,13 @@ async def chunks(request: Request, most: int, *, around: int = 0) -> AsyncIterat
         except ClientDisconnect:
             raise ApiError(400, "the sender went away") from None
         taken += len(chunk)
-        if taken > most + around:
-            raise _too_large(most)
+        if taken > max_bytes + around:
+            raise _too_large(max_bytes)
         yield chunk
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"too large: at most {most} bytes are taken", code="too_large")
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"too large: at most {max_bytes} bytes are taken", code="too_large")
 
 
 async def read_body(request: Request, kind: type[_T]) -> _T:
@@ -124,8 +124,8 @@ async def read_body(request: Request, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        raise ApiError(400, str(error), param=place and place.group(1), code="invalid_request") from None
+        match = _PLACE.search(str(error))
+        raise ApiError(400, str(error), param=match and match.group(1), code="invalid_request") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON ({error})", code="invalid_json") from None
 
@@ -237,33 +237,34 @@ def _shown_name(name: bytes) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in last)[:_MOST_NAME] or "upload"
 
 
-def found(request: Request, what: str, look_up: Callable[[str], _T | None]) -> _T:
-    """Return the ``what`` that the path of the request names; raises ApiError (404) if there is none."""
-    item_id = request.path_params[f"{what}_id"]
+def find_or_404(request: Request, kind: str, look_up: Callable[[str], _T | None]) -> _T:
+    """Return the ``kind`` that the path of the request names; raises ApiError (404) if there is none."""
+    item_id = request.path_params[f"{kind}_id"]
     item = look_up(item_id)
     if item is None:
-        raise ApiError(404, f"there is no {what} {item_id[:80]!r}", param=f"{what}_id", code="not_found")
+        raise ApiError(404, f"there is no {kind} {item_id[:80]!r}", param=f"{kind}_id", code="not_found")
     return item
 
 
 def page_response(
     request: Request,
-    what: str,
+    kind: str,
     look_up: Callable[[str | None, int], tuple[list[_T], bool] | None],
     shown: Callable[[_T], dict[str, Any]],
     *,
     limit: int,
-    most: int,
+    max_limit: int,
 ) -> JSONResponse:
-    """Return the page of ``what`` that the request asks for: at most ``limit`` items, unless it gives another limit up
-    to ``most``. ``look_up(after, limit)`` returns the items and if more follow; None if no item has the id ``after``.
+    """Return the page of ``kind`` that the request asks for: at most ``limit`` items, unless it gives another limit up
+    to ``max_limit``. ``look_up(after, limit)`` returns the items and if more follow; None if no item has the id
+    ``after``.
     """
-    given, after = request.query_params.get("limit", str(limit)), request.query_params.get("after")
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= most:
-        raise ApiError(400, f"limit is a number from 1 to {most}", param="limit", code="invalid_request")
-    page = look_up(after, int(given[:9]))
+    requested, after = request.query_params.get("limit", str(limit)), request.query_params.get("after")
+    if not requested.isascii() or not requested.isdigit() or not 1 <= int(requested[:9]) <= max_limit:
+        raise ApiError(400, f"limit is a number from 1 to {max_limit}", param="limit", code="invalid_request")
+    page = look_up(after, int(requested[:9]))
     if page is None:
-        raise ApiError(400, f"there is no {what} {str(after)[:80]!r}", param="after", code="invalid_request")
+        raise ApiError(400, f"there is no {kind} {str(after)[:80]!r}", param="after", code="invalid_request")
     objects = [shown(item) for item in page[0]]
     first, last = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
     return JSONResponse({"object": "list", "data": objects, "first_id": first, "last_id": last, "has_more": page[1]})

@@ -106,19 +106,19 @@ class Ending:
     """The end of a process: its exit code, negative for a signal, its last line of output, and `Job.result`."""
 
     code: int
-    said: str
+    message: str
     rows: RowCounts
-    whole: bool
+    complete: bool
 
-    def why(self) -> str:
+    def reason(self) -> str:
         if self.code == REFUSED:
-            return self.said or "the job was refused"
+            return self.message or "the job was refused"
         if self.code == STORAGE:
-            return self.said.partition(";")[0] or "the disk is full or fails"
+            return self.message.partition(";")[0] or "the disk is full or fails"
         how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
         if self.code in (0, 1):  # the exit code of a finished job, but the journal is incomplete
             how += f" and {self.rows.done} rows"
-        return f"the job ended with {how}" + (f": {self.said}" if self.said else "")
+        return f"the job ended with {how}" + (f": {self.message}" if self.message else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,14 +190,14 @@ class JobRunner:
 
         while not ends():
             ending = self._process(job, ends, look)
-            if ending.whole:
+            if ending.complete:
                 return ending
             look(ending.rows)
             if ends():
                 return None
             if ending.code == STORAGE:
-                self.say(f"{job.name}: {ending.why()}; goes on once there is room")
-                self.blocked = job.name, f"{ending.why()}; the batch goes on once there is room"
+                self.say(f"{job.name}: {ending.reason()}; goes on once there is room")
+                self.blocked = job.name, f"{ending.reason()}; the batch goes on once there is room"
                 self._wait_for_room(job.directory, self.pace.retry_s * min(1 << refusals, _LONGEST_WAIT), ends)
                 self.blocked = None
                 refusals += 1
@@ -205,7 +205,7 @@ class JobRunner:
             crashes += 1
             if ending.code == REFUSED or crashes == MOST_CRASHES:
                 return ending
-            self.say(f"{job.name}: {ending.why()}; begun again")
+            self.say(f"{job.name}: {ending.reason()}; begun again")
             self.wait(self.pace.retry_s)
         return None
 
@@ -237,8 +237,8 @@ class JobRunner:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        rows, whole = job.result()
-        return Ending(code=process.returncode, said=_last_line(job.log, begin), rows=rows, whole=whole)
+        rows, complete = job.result()
+        return Ending(code=process.returncode, message=_last_line(job.log, begin), rows=rows, complete=complete)
 
     def _wait_for_room(self, directory: Path, every_s: float, ends: Callable[[], bool]) -> None:
         """Return when ``directory`` is writable again or the job ``ends``."""
@@ -257,8 +257,8 @@ def _last_line(log: Path, begin: int) -> str:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(begin, end - 8 * _MAX_MESSAGE))
         lines = file.read().decode("utf-8", "replace").splitlines()
-    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return said.removeprefix("moelight: error: ")[:_MAX_MESSAGE]
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return last.removeprefix("moelight: error: ")[:_MAX_MESSAGE]
 
 
 def wait_until_free(job: Job, *, within_s: float) -> None:
@@ -316,11 +316,11 @@ def handled_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator
 
 def truncate_partial_line(path: Path) -> int:
     """Cut off a line left incomplete by a kill; return the number of complete lines, 0 where there is no file."""
-    lines = whole = 0
+    lines = size = 0
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         for line in file:
             if line.endswith(b"\n"):
-                lines, whole = lines + 1, whole + len(line)
-        file.truncate(whole)
+                lines, size = lines + 1, size + len(line)
+        file.truncate(size)
         os.fsync(file.fileno())
     return lines

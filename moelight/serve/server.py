@@ -34,7 +34,7 @@ class Connection(H11Protocol):
     A new connection above the limit aborts the oldest of the least valuable ones.
     """
 
-    known = False  # set by `Guard` when a request brought the token
+    authorized = False  # set by `Guard` when a request brought the token
     _late: asyncio.TimerHandle | None = None
     _since_s = 0.0
 
@@ -44,9 +44,13 @@ class Connection(H11Protocol):
         self._since_s = self.loop.time()
         self._watch()
         # At most half of the process's file descriptors, since files need some, too.
-        most = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        here = [each for each in self.connections if isinstance(each, Connection) and not each.transport.is_closing()]
-        if len(here) > most:
+        max_connections = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        here = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, Connection) and not connection.transport.is_closing()
+        ]
+        if len(here) > max_connections:
             min(here, key=Connection._worth).transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -67,7 +71,7 @@ class Connection(H11Protocol):
 
     def _worth(self) -> tuple[int, float]:
         """Sort key of eviction: connections that never sent the token first, then idle ones that did; oldest first."""
-        return 0 if not self.known else 2 if self._busy else 1, self._since_s
+        return 0 if not self.authorized else 2 if self._busy else 1, self._since_s
 
     @property
     def _busy(self) -> bool:
@@ -152,13 +156,13 @@ def serve(
 def listen(host: str, port: int, *, allow_remote: bool) -> socket.socket:
     """Return a socket that listens on ``host`` and ``port``; other machines reach it only if ``allow_remote``."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host}: no such address ({error})") from None
-    addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+    addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in resolved]
     if not allow_remote and not all(address.is_loopback for address in addresses):
         raise ConfigError(f"--host {host}: other machines could reach it; add --allow-remote if that is meant")
-    family, *_, address = found[0]
+    family, *_, address = resolved[0]
     try:
         listening = socket.create_server(address[:2], family=family, backlog=128)
     except OSError as error:

@@ -144,18 +144,18 @@ class Store:
             self._base.execute("PRAGMA journal_mode = WAL")
             self._base.execute("PRAGMA synchronous = FULL")  # an answered request survives a power cut
             with self._transaction() as base:
-                found = base.execute("PRAGMA user_version").fetchone()[0]
-                if found == 0:
+                current = base.execute("PRAGMA user_version").fetchone()[0]
+                if current == 0:
                     for statement in _SCHEMA.split(";\n"):
                         base.execute(statement)
-                for version in range(max(found, 1), VERSION):
-                    if found:
+                for version in range(max(current, 1), VERSION):
+                    if current:
                         base.execute(_MIGRATIONS[version])
-                if found < VERSION:
+                if current < VERSION:
                     base.execute(f"PRAGMA user_version = {VERSION}")
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"{path}: not a usable database ({error}); name another --data directory") from None
-        if found > VERSION:
+        if current > VERSION:
             raise ConfigError(f"{path}: made by a later version of moelight; update, or name another --data directory")
 
     def close(self) -> None:
@@ -214,8 +214,8 @@ class Store:
                 return None
             wanted[f"place {beyond} (SELECT place FROM {_TABLES[kind]} WHERE id = ?)"] = after
         where = f"WHERE {' AND '.join(wanted)}" if wanted else ""
-        found = self._select(kind, f"{where} ORDER BY place {order} LIMIT ?", *wanted.values(), limit + 1)
-        return found[:limit], len(found) > limit
+        rows = self._select(kind, f"{where} ORDER BY place {order} LIMIT ?", *wanted.values(), limit + 1)
+        return rows[:limit], len(rows) > limit
 
     def move(
         self,
@@ -309,10 +309,10 @@ class DataDirectory:
         base = self.root / "state.db"
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = take_lock(self.root / "serve.lock", what=f"--data {root}")
-            for own in (self.files, self.batches):
-                own.mkdir(mode=0o700, exist_ok=True)
-                own.chmod(0o700)
+            self._lock = take_lock(self.root / "serve.lock", label=f"--data {root}")
+            for folder in (self.files, self.batches):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                folder.chmod(0o700)
             open(base, "ab", opener=private).close()
         except OSError as error:
             raise ConfigError(f"--data {root}: cannot be used ({(error.strerror or str(error)).lower()})") from None
@@ -340,17 +340,17 @@ class DataDirectory:
     def clear_job(self, batch_id: str) -> None:
         """Remove the files that an ended job no longer needs: all but kept files and the log."""
         directory = self.batches / batch_id
-        kept = {self.path(file) for file in self.store.files()} | {directory / LOG}
+        kept_paths = {self.path(file) for file in self.store.files()} | {directory / LOG}
         if directory.is_dir():
             for path in directory.iterdir():
-                if path not in kept:
+                if path not in kept_paths:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _sweep(self) -> None:
         """Remove unfinished uploads, files whose deletion was interrupted, and leftovers of ended jobs."""
-        kept = {self.path(file) for file in self.store.files()}
+        kept_paths = {self.path(file) for file in self.store.files()}
         for path in self.files.iterdir():
-            if path not in kept:
+            if path not in kept_paths:
                 path.unlink()
         for directory in filter(Path.is_dir, self.batches.iterdir()):
             batch = self.store.batch(directory.name)
@@ -376,9 +376,9 @@ def try_lock(path: Path) -> int | None:
     return held
 
 
-def take_lock(path: Path, *, what: str) -> int:
+def take_lock(path: Path, *, label: str) -> int:
     """Return the descriptor of `try_lock`; raises ConfigError if the lock is taken."""
     held = try_lock(path)
     if held is None:
-        raise ConfigError(f"{what}: another moelight serve-batch works there; stop it, or name another")
+        raise ConfigError(f"{label}: another moelight serve-batch works there; stop it, or name another")
     return held

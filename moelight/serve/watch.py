@@ -48,7 +48,7 @@ class Watcher:
             raise ConfigError(f"--watch {root}: no such directory")
         try:
             self._taken.mkdir(mode=0o700, exist_ok=True)
-            self._lock = take_lock(self._taken / "lock", what=f"--watch {root}")
+            self._lock = take_lock(self._taken / "lock", label=f"--watch {root}")
             for name in ("done", "failed"):
                 (self._root / name).mkdir(exist_ok=True)
         except OSError as error:
@@ -64,10 +64,10 @@ class Watcher:
     def _step(self) -> bool:
         """Run a file taken before, or one that is complete; return False if there is none, or a step failed."""
         now, retry_s, name = time.monotonic(), self._runner.pace.retry_s, ""
-        self._later = {each: due for each, due in self._later.items() if due > now}
+        self._later = {name: due for name, due in self._later.items() if due > now}
         try:
             taken = sorted(path.name for path in self._taken.iterdir() if path.is_dir())
-            ready = [each for each in taken if each not in self._later] or self._complete(but={*self._later, *taken})
+            ready = [name for name in taken if name not in self._later] or self._complete(but={*self._later, *taken})
             if not ready:
                 return False
             name = ready[0]
@@ -88,12 +88,12 @@ class Watcher:
             if path.suffix != _SUFFIX or path.name.startswith(".") or path.name in but:
                 continue
             with contextlib.suppress(FileNotFoundError):
-                found = path.lstat()
-                if stat.S_ISREG(found.st_mode) and found.st_size:
-                    state = (path.name, found.st_size, found.st_mtime_ns)
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_size:
+                    state = (path.name, status.st_size, status.st_mtime_ns)
                     self._since[state] = before.get(state, now)
                     if now - self._since[state] >= self._settle_s:
-                        ready.append((found.st_mtime_ns, path.name))
+                        ready.append((status.st_mtime_ns, path.name))
         return [name for _, name in sorted(ready)]
 
     def _work(self, name: str, *, taken: bool) -> None:
@@ -109,17 +109,17 @@ class Watcher:
             ending = self._runner.finish(job)
             if ending is None:
                 return
-            self._decide(job, "done" if ending.whole else "failed", None if ending.whole else ending.why())
+            self._decide(job, "done" if ending.complete else "failed", None if ending.complete else ending.reason())
         self._deliver(job)
 
-    def _decide(self, job: Job, to: str, why: str | None) -> dict[str, Any]:
+    def _decide(self, job: Job, to: str, reason: str | None) -> dict[str, Any]:
         """Record where the files will be moved, before the first of them is moved."""
-        base, most = job.name.removesuffix(_SUFFIX), self._longest_stem
-        stem, tries = _cut(base, most), 1
+        base, max_bytes = job.name.removesuffix(_SUFFIX), self._longest_stem
+        stem, tries = _cut(base, max_bytes), 1
         while any((self._root / to / f"{stem}{end}").exists() for end in _ENDS):
             tries += 1
-            stem = _cut(base, most - len(f"-{tries}")) + f"-{tries}"
-        ending = {"to": to, "stem": stem, "why": why}
+            stem = _cut(base, max_bytes - len(f"-{tries}")) + f"-{tries}"
+        ending = {"to": to, "stem": stem, "why": reason}
         write_whole(_ending(job), json.dumps(ending))
         return ending
 
@@ -135,26 +135,26 @@ class Watcher:
             ending = self._decide(job, ending["to"], ending["why"])
         to, stem = self._root / ending["to"], ending["stem"]
         rows = {}
-        for what, path in job.files.items():
-            rows[what] = jobs.truncate_partial_line(path)
-            if rows[what]:
-                path.rename(to / f"{stem}.{what}{_SUFFIX}")
+        for kind, path in job.files.items():
+            rows[kind] = jobs.truncate_partial_line(path)
+            if rows[kind]:
+                path.rename(to / f"{stem}.{kind}{_SUFFIX}")
         if ending["why"] is not None:
             write_whole(to / f"{stem}.error.txt", ending["why"] + "\n")
         with contextlib.suppress(FileNotFoundError):
             job.source.rename(to / f"{stem}{_SUFFIX}")
         shutil.rmtree(job.directory)
-        why = f" ({ending['why']})" if ending["why"] else f", {rows['output']} answered, {rows['errors']} refused"
+        reason = f" ({ending['why']})" if ending["why"] else f", {rows['output']} answered, {rows['errors']} refused"
         named = "" if f"{stem}{_SUFFIX}" == job.name else f" as {stem}{_SUFFIX}"
-        self._runner.say(f"{job.name}: {ending['to']}{named}{why}")
+        self._runner.say(f"{job.name}: {ending['to']}{named}{reason}")
 
 
 _ENDS = (_SUFFIX, f".output{_SUFFIX}", f".errors{_SUFFIX}", ".error.txt")
 
 
-def _cut(name: str, most: int) -> str:
-    """Return ``name``, truncated to at most ``most`` bytes at a character boundary."""
-    while len(os.fsencode(name)) > most:
+def _cut(name: str, max_bytes: int) -> str:
+    """Return ``name``, truncated to at most ``max_bytes`` bytes at a character boundary."""
+    while len(os.fsencode(name)) > max_bytes:
         name = name[:-1]
     return name
 

@@ -97,11 +97,11 @@ class Worker:
         )
         if ending is None:
             return
-        if ending.whole:
+        if ending.complete:
             self._store.move(batch.id, "finalizing", counts=ending.rows)
         else:
             code = "job_refused" if ending.code == jobs.REFUSED else "worker_failed"
-            self._end(self._store.batch(batch.id) or batch, "failed", BatchFailure(code=code, message=ending.why()))
+            self._end(self._store.batch(batch.id) or batch, "failed", BatchFailure(code=code, message=ending.reason()))
 
     def _unwanted(self, batch: Batch) -> bool:
         now = self._store.batch(batch.id)
@@ -115,11 +115,11 @@ class Worker:
         job = Job(source=Path(), directory=self._data.batches / batch.id)
         jobs.wait_until_free(job, within_s=self._runner.pace.grace_s)
         rows, files = {}, {}
-        for what, column in (("output", "output_file_id"), ("errors", "error_file_id")):
-            rows[what] = jobs.truncate_partial_line(job.files[what])
-            if rows[what]:
-                file_id, name = f"file-{batch.id.removeprefix('batch_')}-{what}", f"{batch.id}_{what}.jsonl"
-                files[column] = self._data.stored(job.files[what], file_id, filename=name, purpose="batch_output")
+        for kind, column in (("output", "output_file_id"), ("errors", "error_file_id")):
+            rows[kind] = jobs.truncate_partial_line(job.files[kind])
+            if rows[kind]:
+                file_id, name = f"file-{batch.id.removeprefix('batch_')}-{kind}", f"{batch.id}_{kind}.jsonl"
+                files[column] = self._data.stored(job.files[kind], file_id, filename=name, purpose="batch_output")
         total = max(batch.counts.total, sum(rows.values()))
         malformed = batch.counts.failed if batch.status == "validating" else 0  # such a batch has no job
         counts = RowCounts(total=total, completed=rows["output"], failed=rows["errors"] or malformed)
@@ -127,8 +127,8 @@ class Worker:
             lost = f"{counts.done} of {total} rows are in the job's files"
             status, faults = "failed", (BatchFailure(code="worker_failed", message=lost),)
         if self._store.move(batch.id, status, counts=counts, errors=faults, files=files, usage=job.usage()):
-            why = f" ({faults[0].message})" if faults else ""
-            ended = f"{status}, {counts.completed} answered, {counts.failed} refused of {total}{why}"
+            reason = f" ({faults[0].message})" if faults else ""
+            ended = f"{status}, {counts.completed} answered, {counts.failed} refused of {total}{reason}"
             self._runner.say(f"{batch.id}: {ended}")
             self._data.clear_job(batch.id)
 

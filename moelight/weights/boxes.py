@@ -115,45 +115,45 @@ class Tiled:
 
     def unbind(self, dim: int) -> list[Tiled]:
         """The tensors along ``dim``."""
-        found: list[list[Box]] = [[] for _ in range(self.shape[dim])]
+        pieces: list[list[Box]] = [[] for _ in range(self.shape[dim])]
         for box in self.boxes:
             for index in range(box.shape[dim]):
-                found[box.start[dim] + index].append(box.along(dim, index, index + 1).with_dimensions(dim, 1, ()))
+                pieces[box.start[dim] + index].append(box.along(dim, index, index + 1).with_dimensions(dim, 1, ()))
         shape = (*self.shape[:dim], *self.shape[dim + 1 :])
-        return [Tiled(shape, tuple(boxes)) for boxes in found]
+        return [Tiled(shape, tuple(boxes)) for boxes in pieces]
 
     def split(self, dim: int, sizes: Iterable[int]) -> list[Tiled]:
-        found, begin = [], 0
+        pieces, begin = [], 0
         for size in sizes:
-            found.append(self.slice(dim, begin, begin + size))
+            pieces.append(self.slice(dim, begin, begin + size))
             begin += size
-        return found
+        return pieces
 
     def view(self, shape: Shape) -> Tiled:
-        """The same numbers in ``shape``; dimensions are merged and split within groups of equal products."""
-        found, at = self, 0
+        """Return the tensor viewed as ``shape``; dimensions are merged and split within groups of equal products."""
+        result, at = self, 0
         for count, sizes in _groups(self.shape, shape):
-            found = found._regrouped(at, count, sizes)
+            result = result._regrouped(at, count, sizes)
             at += len(sizes)
-        return found
+        return result
 
     def _regrouped(self, at: int, count: int, sizes: Shape) -> Tiled:
         """``count`` dimensions from ``at`` on merged into one, and that split into ``sizes``."""
-        found = self
-        if found.shape[at : at + count] == sizes:
-            return found
+        result = self
+        if result.shape[at : at + count] == sizes:
+            return result
         if count == 0:
-            return found._each(at, 0, sizes, lambda box: [box.with_dimensions(at, 0, [(0, 1, 0)] * len(sizes))])
+            return result._each(at, 0, sizes, lambda box: [box.with_dimensions(at, 0, [(0, 1, 0)] * len(sizes))])
         for _ in range(count - 1):
-            outer, inner = found.shape[at : at + 2]
-            found = found._each(at, 2, (outer * inner,), lambda box, inner=inner: _merged(box, at, inner))  # type: ignore[misc]
+            outer, inner = result.shape[at : at + 2]
+            result = result._each(at, 2, (outer * inner,), lambda box, inner=inner: _merged(box, at, inner))  # type: ignore[misc]
         if not sizes:
-            return found._each(at, 1, (), lambda box: [box.with_dimensions(at, 1, ())])
-        for place in range(len(sizes) - 1):
-            dim, inner = at + place, math.prod(sizes[place + 1 :])
-            new = (sizes[place], inner)
-            found = found._each(dim, 1, new, lambda box, dim=dim, inner=inner: _divided(box, dim, inner))  # type: ignore[misc]
-        return found
+            return result._each(at, 1, (), lambda box: [box.with_dimensions(at, 1, ())])
+        for index in range(len(sizes) - 1):
+            dim, inner = at + index, math.prod(sizes[index + 1 :])
+            new = (sizes[index], inner)
+            result = result._each(dim, 1, new, lambda box, dim=dim, inner=inner: _divided(box, dim, inner))  # type: ignore[misc]
+        return result
 
     def _each(self, at: int, removed: int, sizes: Shape, cut: Callable[[Box], Iterable[Box]]) -> Tiled:
         boxes: list[Box] = []
@@ -188,8 +188,8 @@ def concatenated(parts: Sequence[Tiled], dim: int) -> Tiled:
     for part in parts:
         same = len(part.shape) == len(first.shape) and all(
             size == other
-            for place, (size, other) in enumerate(zip(part.shape, first.shape, strict=True))
-            if place != dim
+            for index, (size, other) in enumerate(zip(part.shape, first.shape, strict=True))
+            if index != dim
         )
         if not same or part.boxes[0].info.dtype != first.boxes[0].info.dtype:
             raise UnequalError(part.boxes[0].info, first.boxes[0].info)
@@ -227,8 +227,8 @@ def _divided(box: Box, at: int, inner: int) -> Iterable[Box]:
     done = 0
     while done < count:
         row, column = divmod(begin + done, inner)
-        whole = (count - done) // inner if column == 0 else 0
-        rows, columns = (whole, inner) if whole else (1, min(inner - column, count - done))
+        full_rows = (count - done) // inner if column == 0 else 0
+        rows, columns = (full_rows, inner) if full_rows else (1, min(inner - column, count - done))
         piece = box.along(at, done, done + rows * columns)
         yield piece.with_dimensions(at, 1, [(row, rows, stride * inner), (column, columns, stride)])
         done += rows * columns
@@ -253,10 +253,10 @@ class TiledTensor(Tensor):
         if name not in _OPERATIONS:
             raise NotMovedError(f"the operation {name}")
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]
-        found = _OPERATIONS[name](*args, **(kwargs or {}))
-        if isinstance(found, Tiled):
-            return TiledTensor.over(found, first.dtype)
-        return [TiledTensor.over(each, first.dtype) for each in found]
+        result = _OPERATIONS[name](*args, **(kwargs or {}))
+        if isinstance(result, Tiled):
+            return TiledTensor.over(result, first.dtype)
+        return [TiledTensor.over(tiled, first.dtype) for tiled in result]
 
 
 def _permute(tensor: TiledTensor, dims: Sequence[int]) -> Tiled:
@@ -282,14 +282,14 @@ def _select(tensor: TiledTensor, dim: int, index: int) -> Tiled:
 
 def _split(tensor: TiledTensor, size: int | Sequence[int], dim: int = 0) -> list[Tiled]:
     dim %= tensor.dim()
-    whole = tensor.shape[dim]
-    sizes = [min(size, whole - begin) for begin in range(0, whole, size)] if isinstance(size, int) else size
+    total = tensor.shape[dim]
+    sizes = [min(size, total - begin) for begin in range(0, total, size)] if isinstance(size, int) else size
     return tensor.tiled.split(dim, sizes)
 
 
 def _view(tensor: TiledTensor, shape: Sequence[int], *_: Any) -> Tiled:
-    known = -math.prod(shape) if -1 in shape else 1
-    return tensor.tiled.view(tuple(tensor.numel() // known if size == -1 else size for size in shape))
+    divisor = -math.prod(shape) if -1 in shape else 1
+    return tensor.tiled.view(tuple(tensor.numel() // divisor if size == -1 else size for size in shape))
 
 
 def _unsqueeze(tensor: TiledTensor, dim: int) -> Tiled:
@@ -299,19 +299,19 @@ def _unsqueeze(tensor: TiledTensor, dim: int) -> Tiled:
 
 def _squeeze(tensor: TiledTensor, dim: int | Sequence[int] | None = None) -> Tiled:
     dims = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = {each % tensor.dim() for each in dims if tensor.shape[each] == 1}
-    found = tensor.tiled
-    for each in sorted(gone, reverse=True):
-        found = found.unbind(each)[0]
-    return found
+    gone = {dim % tensor.dim() for dim in dims if tensor.shape[dim] == 1}
+    tiled = tensor.tiled
+    for axis in sorted(gone, reverse=True):
+        tiled = tiled.unbind(axis)[0]
+    return tiled
 
 
 def _cat(tensors: Sequence[TiledTensor], dim: int = 0) -> Tiled:
-    return concatenated([each.tiled for each in tensors], dim % tensors[0].dim())
+    return concatenated([tensor.tiled for tensor in tensors], dim % tensors[0].dim())
 
 
 def _stack(tensors: Sequence[TiledTensor], dim: int = 0) -> Tiled:
-    return concatenated([_unsqueeze(each, dim) for each in tensors], dim % (tensors[0].dim() + 1))
+    return concatenated([_unsqueeze(tensor, dim) for tensor in tensors], dim % (tensors[0].dim() + 1))
 
 
 def _same(tensor: TiledTensor, **_: Any) -> Tiled:

@@ -1,4 +1,4 @@
-"""What a checkpoint with rounded experts consists of: its tensors, where their numbers come from, their places in
+"""The contents of a checkpoint with rounded experts: its tensors, where their numbers come from, their places in
 shards. Names, shapes and bytes only; `batch.convert` reads, rounds and writes."""
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Shard:
     @cached_property
     def _tensors(self) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
         """Wider numbers first, so that each tensor begins at a multiple of its numbers' bytes."""
-        found = [
+        tensors = [
             (piece.module + suffix, dtype, shape, size)
             for piece in self.pieces
             for suffix, dtype, shape, size in piece.outputs()
         ]
         placed, begin = {}, 0
-        for name, dtype, shape, size in sorted(found, key=lambda each: (-ITEM_BYTES.get(each[1], 8), each[0])):
+        for name, dtype, shape, size in sorted(tensors, key=lambda entry: (-ITEM_BYTES.get(entry[1], 8), entry[0])):
             placed[name] = (dtype, shape, begin, begin + size)
             begin += size
         return placed
@@ -143,7 +143,7 @@ def plan_conversion(
     pieces = [piece for info in sorting.tensors for piece in sorting.pieces(info)]
     _check_pieces(pieces, checkpoint)
     rounded = {_pattern(piece.module) for piece in pieces if piece.stored is dense and dense is not None}
-    kept = {
+    kept_modules = {
         _pattern(piece.module.removesuffix(_WEIGHT))
         for piece in pieces
         if piece.stored is None and piece.module.endswith(_WEIGHT) and len(piece.source.shape) == 2
@@ -152,17 +152,17 @@ def plan_conversion(
     return ConversionPlan(
         shards=_shards(pieces, shard_bytes),
         dense=tuple(sorted(rounded)),
-        ignored=(*sorted(kept - rounded), *_patterns(keep)),
+        ignored=(*sorted(kept_modules - rounded), *_patterns(keep)),
     )
 
 
 def experts_of(pieces: Iterable[Piece]) -> dict[tuple[int, int], dict[str, TensorInfo]]:
     """Gate, up and down of the experts among ``pieces``, by layer and expert."""
-    found: dict[tuple[int, int], dict[str, TensorInfo]] = {}
+    experts: dict[tuple[int, int], dict[str, TensorInfo]] = {}
     for piece in pieces:
         if (of := expert_of(piece)) is not None:
-            found.setdefault(of[0], {})[of[1]] = piece.source
-    return found
+            experts.setdefault(of[0], {})[of[1]] = piece.source
+    return experts
 
 
 def expert_of(piece: Piece) -> tuple[tuple[int, int], str] | None:
@@ -217,8 +217,8 @@ class _Sorting:
             yield self._expert(info, info.name)
             return
         for parts, matcher in self._fused.items():
-            if (found := matcher.fullmatch(info.name)) and len(info.shape) == 3:
-                yield from self._unstacked(info, parts, int(found["layer"]))
+            if (match := matcher.fullmatch(info.name)) and len(info.shape) == 3:
+                yield from self._unstacked(info, parts, int(match["layer"]))
                 return
         if len(info.shape) >= 2 and (_OF_EXPERTS.fullmatch(info.name) or len(info.shape) > 3):
             raise CheckpointError(
@@ -227,8 +227,8 @@ class _Sorting:
             )
         if self._dense is not None and len(info.shape) == 2 and self._dense_names.fullmatch(info.name):
             yield self._rounded(info, info.name, self._dense)
-        elif self._names is not None and (found := self._routers.fullmatch(info.name)):
-            yield Piece(source=info, module=self._names.router[0].format(layer=found["layer"]))
+        elif self._names is not None and (match := self._routers.fullmatch(info.name)):
+            yield Piece(source=info, module=self._names.router[0].format(layer=match["layer"]))
         else:
             yield Piece(source=info, module=info.name)
 
@@ -276,12 +276,12 @@ def _check_pieces(pieces: Iterable[Piece], checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{checkpoint.listing}: no experts there, so there is nothing to round")
 
 
-def _shards(pieces: Iterable[Piece], most: int) -> tuple[Shard, ...]:
+def _shards(pieces: Iterable[Piece], max_bytes: int) -> tuple[Shard, ...]:
     groups: list[list[Piece]] = [[]]
     filled = 0
     for piece in pieces:
         size = sum(nbytes for *_, nbytes in piece.outputs())
-        if groups[-1] and filled + size > most:
+        if groups[-1] and filled + size > max_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(piece)
@@ -294,18 +294,18 @@ def _shards(pieces: Iterable[Piece], most: int) -> tuple[Shard, ...]:
 
 def _matcher(spellings: Iterable[str]) -> re.Pattern[str]:
     """Names of the templates ``spellings``, with the group ``layer``; matches none without any."""
-    escaped = (re.escape(each).replace(r"\{layer\}", r"\d+") for each in spellings)
+    escaped = (re.escape(spelling).replace(r"\{layer\}", r"\d+") for spelling in spellings)
     joined = "|".join(escaped)
     return re.compile(rf"(?=\D*(?P<layer>\d+)?)(?:{joined})" if joined else r"(?!)")
 
 
 def _patterns(chosen: Chosen) -> Iterator[str]:
-    """What matches the modules of the experts ``chosen``, under every name that a library gives the block around
-    them."""
+    """Return patterns that match the modules of the experts ``chosen``, under every name that a library gives their
+    block."""
     for layer, pairs in groupby(sorted(chosen), key=lambda pair: pair[0]):
-        numbers = [str(expert) for _, expert in pairs]
-        for begin in range(0, len(numbers), _MOST_NUMBERS):
-            some = "|".join(numbers[begin : begin + _MOST_NUMBERS])
+        expert_ids = [str(expert) for _, expert in pairs]
+        for begin in range(0, len(expert_ids), _MOST_NUMBERS):
+            some = "|".join(expert_ids[begin : begin + _MOST_NUMBERS])
             yield rf"re:.*\.{layer}\..*experts\.(?:{some})\."
 
 

@@ -1,6 +1,6 @@
-"""What is wrong with the tensors of a checkpoint, and the one line that says it: the cause and what to do. Headers are
-checked before (`source`), so every file that is listed is complete here: a tensor that is missing was named otherwise,
-or config.json describes another model."""
+"""Faults of the tensors of a checkpoint, each reported in one line: the cause and what to do. Headers are checked
+before (`source`), so every file that is listed is complete here: a tensor that is missing was named otherwise, or
+config.json describes another model."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class Faults:
         self._noticed.append(_Missing(name=name, shape=tuple(shape), text=text))
 
     def left_over(self, info: TensorInfo) -> None:
-        """No parameter of the model is that tensor."""
+        """Record a tensor that is no parameter of the model."""
         self._left.append(info)
 
     def raise_first(self) -> None:
         """Raise CheckpointError for what explains most, with the number of the others; pass if there is nothing."""
-        texts = [each.text if isinstance(each, _Missing) else each for each in self._noticed]
+        texts = [fault.text if isinstance(fault, _Missing) else fault for fault in self._noticed]
         texts += [self._left_text(info) for info in self._left[: 0 if texts else 1]]
         if not texts:
             return
-        absent = [each for each in self._noticed if isinstance(each, _Missing)]
+        absent = [fault for fault in self._noticed if isinstance(fault, _Missing)]
         first = (absent and self._left and self._otherwise_named(absent)) or texts[0]
         more = len(self._noticed) + len(self._left) - 1
         line = first + (f" (and {more} more fault{'s' if more > 1 else ''})" if more else "")

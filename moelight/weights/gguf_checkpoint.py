@@ -41,10 +41,10 @@ def _infos(model: GGUFModel, has: Callable[[str], bool]) -> Iterator[TensorInfo]
             yield _keys_and_values(model, names.kv_b[0].format(layer=layer), layer, dtype)
         elif name != "v_b":
             matrix = replace(ggml_matrix(tensor), heads=model.heads_of(name))
-            spellings = [each.format(layer=layer) for each in getattr(names, name)]
-            own = next((each for each in spellings if has(each)), spellings[0])
+            spellings = [spelling.format(layer=layer) for spelling in getattr(names, name)]
+            tensor_name = next((spelling for spelling in spellings if has(spelling)), spellings[0])
             shape = tensor.shape if len(tensor.shape) == 1 else (matrix.rows, matrix.columns)
-            yield _info(own, tensor, matrix, shape, FLOAT32.safetensors if name in _KEPT else dtype)
+            yield _info(tensor_name, tensor, matrix, shape, FLOAT32.safetensors if name in _KEPT else dtype)
 
 
 def _experts(model: GGUFModel, name: str, layer: int, dtype: str) -> Iterator[TensorInfo]:
@@ -55,8 +55,8 @@ def _experts(model: GGUFModel, name: str, layer: int, dtype: str) -> Iterator[Te
     if model.profile.names.gate:
         for expert in range(tensor.shape[0]):
             module = expert_module(model.profile, layer, matrix, expert)
-            each = gguf_expert_matrix(model, layer, matrix, expert)
-            yield _info(f"{module}.weight", tensor, each, (each.rows, each.columns), dtype)
+            expert_matrix = gguf_expert_matrix(model, layer, matrix, expert)
+            yield _info(f"{module}.weight", tensor, expert_matrix, (expert_matrix.rows, expert_matrix.columns), dtype)
     elif matrix != "up":
         other = model.tensors[name.replace("gate", "up"), layer] if matrix == "gate" else None
         count, rows, columns = (*tensor.shape, 1)[:3]
@@ -85,12 +85,12 @@ def _keys_and_values(model: GGUFModel, name: str, layer: int, dtype: str) -> Ten
         parts.append(Tiled.of(_info(f"{name} of {tensor.name}", tensor, matrix, tensor.shape, dtype)))
     keys, values = parts[0].permute((0, 2, 1)), parts[1]
     heads, _, rank = keys.shape
-    whole = concatenated((keys, values), 1)
-    shape = (heads * whole.shape[1], rank)
+    joined = concatenated((keys, values), 1)
+    shape = (heads * joined.shape[1], rank)
     file = model.tensors["k_b", layer].file
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     return AssembledInfo(
-        name=name, file=file, dtype=dtype, shape=shape, offset=0, nbytes=nbytes, tiled=whole.view(shape)
+        name=name, file=file, dtype=dtype, shape=shape, offset=0, nbytes=nbytes, tiled=joined.view(shape)
     )
 
 

@@ -42,9 +42,9 @@ def ignore_rules(config: HFConfig, names: Collection[str]) -> tuple[IgnoreRule, 
     rules = [IgnoreRule(re.compile(_PREDICTION_BLOCKS), PREDICTION)]
     if (layers := _integer(config, "num_hidden_layers")) is not None:
         announced = max((_integer(config, key) or 0 for key in _PREDICTION_COUNTS), default=0)
-        numbers = set(range(layers, layers + min(announced, _MAX_PREDICTION_LAYERS)))
-        numbers |= {int(match[1]) for name in names if (match := _PROJECTION.fullmatch(name))}
-        behind = "|".join(str(number) for number in sorted(numbers) if number >= layers)
+        extra_layers = set(range(layers, layers + min(announced, _MAX_PREDICTION_LAYERS)))
+        extra_layers |= {int(match[1]) for name in names if (match := _PROJECTION.fullmatch(name))}
+        behind = "|".join(str(number) for number in sorted(extra_layers) if number >= layers)
         rules += [IgnoreRule(re.compile(rf"(?:.*\.)?layers\.(?:{behind})\..*"), PREDICTION)] if behind else []
     if config.find(*QUANTISED_KEYS) is not None:
         rules.append(IgnoreRule(re.compile(_ACTIVATION_SCALES), ACTIVATION_SCALE))
@@ -72,7 +72,7 @@ def set_aside(
 
 def unused_scales(ignored: Iterable[IgnoredTensor]) -> str:
     """One line about scales of activations or of the cache among ``ignored``; empty without any."""
-    names = [each.info.name for each in ignored if each.reason in (ACTIVATION_SCALE, CACHE_SCALE)]
+    names = [tensor.info.name for tensor in ignored if tensor.reason in (ACTIVATION_SCALE, CACHE_SCALE)]
     if not names:
         return ""
     return f"{names[0]!r} and {len(names) - 1} more scales are not used: activations and the key-value cache stay exact"

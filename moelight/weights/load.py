@@ -90,9 +90,9 @@ class TensorReader:
         for begin in range(0, info.nbytes, bounce.numel()):
             chunk = bounce[: info.nbytes - begin]
             self.fill(info, begin, chunk)
-            numbers = chunk.view(stored)
+            values = chunk.view(stored)
             first = begin // stored.itemsize
-            flat[first : first + numbers.numel()].copy_(numbers)
+            flat[first : first + values.numel()].copy_(values)
 
     def _bounce(self, device: torch.device) -> torch.Tensor:
         """The calling thread's bounce buffer for ``device``; page-locked if an accelerator reads it."""
@@ -176,15 +176,15 @@ def load_dense(
     arena: torch.Tensor,
     dtype: torch.dtype,
     *,
-    kept: bool = False,
+    as_stored: bool = False,
     activations: str = "auto",
 ) -> ModelWeights:
     """Read all weights except experts as ``dtype``; the result holds views of ``arena`` (uint8, at least `dense_bytes`,
     contiguous, any device). In mixed precision a tensor that float16 does not hold is bfloat16, and named in the log.
-    ``kept``: quantised matrices stay as stored (`keeps_stored`), for ``activations`` where these can multiply them.
-    Raises CheckpointError for an unreadable file, or tied embeddings stored twice that differ.
+    ``as_stored``: quantised matrices stay as stored (`keeps_stored`), for ``activations`` where these can multiply
+    them. Raises CheckpointError for an unreadable file, or tied embeddings stored twice that differ.
     """
-    check_bytes(arena, dense_bytes(model, from_torch(dtype), kept=kept), "the arena")
+    check_bytes(arena, dense_bytes(model, from_torch(dtype), as_stored=as_stored), "the arena")
     mixed = bool(computed_in(from_torch(dtype), weight_map.dtype).pages)
     read_as, wide = to_torch(weight_map.dtype) if mixed else dtype, list[str]()
     outside: dict[str, Any] = {}
@@ -194,7 +194,7 @@ def load_dense(
     with TensorReader((info.file for info in infos), weight_map.dtype) as reader:
         for tensor in dense_tensors(model):
             into = outside if tensor.layer < 0 else layers[tensor.layer]
-            if kept and (sizes := kept_parts(model, tensor)) is not None:
+            if as_stored and (sizes := kept_parts(model, tensor)) is not None:
                 matrices = [weight_map.parts[part] for part in tensor.parts]
                 into[tensor.name] = _kept(matrices, arena[used : used + sum(sizes)].split(sizes), activations)
                 used += align_up(sum(sizes), TENSOR_ALIGNMENT)
@@ -221,12 +221,12 @@ def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor], activation
     for info, room in zip(infos, rooms, strict=True):
         assert isinstance(info, QuantizedInfo), "kept matrices are quantised"
         matrix = info.stored()
-        found = {suffix: part for suffix, part in matrix.read(room).items() if suffix in matrix.stored.names}
+        tensors = {suffix: part for suffix, part in matrix.read(room).items() if suffix in matrix.stored.names}
         if matrix.heads:
-            for part in found.values():
+            for part in tensors.values():
                 part.copy_(part[hf_rows(matrix.rows, matrix.heads)])
-        whole = Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=found)
-        parts.append(repacked(whole))
+        quantized = Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=tensors)
+        parts.append(repacked(quantized))
         chosen.append(activations if no_integers(parts[-1]) is None else "auto")
     return StackedMatrix(tuple(parts), tuple(chosen))
 
@@ -242,12 +242,12 @@ def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor)
 
 def dequantised(matrix: StoredMatrix, out: torch.Tensor) -> torch.Tensor:
     """The numbers of ``matrix`` in ``out`` (its shape, any device)."""
-    found = Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=matrix.read())
+    quantized = Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=matrix.read())
     if matrix.heads:
-        return out.copy_(cpu_dequantize(found, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
+        return out.copy_(cpu_dequantize(quantized, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
     if out.device.type == "cpu":
-        return cpu_dequantize(found, out.dtype, out=out)
-    for begin, values in row_blocks(found.stored, found.tensors, found.rows, found.columns):
+        return cpu_dequantize(quantized, out.dtype, out=out)
+    for begin, values in row_blocks(quantized.stored, quantized.tensors, quantized.rows, quantized.columns):
         out[begin : begin + len(values)].copy_(values)
     return out
 
@@ -256,20 +256,20 @@ def _rounded(stored: torch.Tensor) -> torch.Tensor:
     """bfloat16 ``stored`` (contiguous) rounded to float16 in its own memory; as it is if float16 does not hold it."""
     if exceeds_float16(stored):
         return stored
-    found = stored.view(torch.float16)
-    pieces = BOUNCE_BYTES // found.itemsize
-    for source, into in zip(stored.view(-1).split(pieces), found.view(-1).split(pieces), strict=True):
+    result = stored.view(torch.float16)
+    pieces = BOUNCE_BYTES // result.itemsize
+    for source, into in zip(stored.view(-1).split(pieces), result.view(-1).split(pieces), strict=True):
         into.copy_(source.to(torch.float16))
-    return found
+    return result
 
 
-def exceeds_float16(numbers: torch.Tensor) -> bool:
-    """True if float16 does not hold bfloat16 ``numbers`` (contiguous, any device): the largest magnitude is above
+def exceeds_float16(values: torch.Tensor) -> bool:
+    """True if float16 does not hold bfloat16 ``values`` (contiguous, any device): the largest magnitude is above
     65,504, infinite or no number, or below 2^-14, where float16 has fewer bits than bfloat16."""
-    bits = numbers.view(-1).view(torch.int16)
+    bits = values.view(-1).view(torch.int16)
     pieces = bits.split(_SCANNED if bits.device.type == "cpu" else BOUNCE_BYTES)
-    found = [piece.bitwise_and(_MAGNITUDE).amax() for piece in pieces if piece.numel()]
-    largest = int(torch.stack(found).amax()) if found else 0
+    maxima = [piece.bitwise_and(_MAGNITUDE).amax() for piece in pieces if piece.numel()]
+    largest = int(torch.stack(maxima).amax()) if maxima else 0
     return largest >= BEYOND or 0 < largest < LEAST
 
 
@@ -308,10 +308,10 @@ Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor, RepackTable | None]]]
 
 
 class _PartRead(NamedTuple):
-    """``piece`` into ``numbers``, from byte ``offset`` of its page on; ``table``: how it is turned there."""
+    """``piece`` into ``dest``, from byte ``offset`` of its page on; ``table``: how it is turned there."""
 
     piece: TensorInfo
-    numbers: torch.Tensor
+    dest: torch.Tensor
     offset: int
     table: RepackTable | None
 
@@ -359,31 +359,31 @@ class PageReader(TensorReader):
         from the whole page. Returns None if the read is complete on return; raises CheckpointError here or in
         `PageRead.wait`."""
         check_bytes(dest, 1, "the slot")
-        numbers = dest[: self.page_bytes - begin].view(self._dtype)
+        values = dest[: self.page_bytes - begin].view(self._dtype)
         first, size = begin // self._dtype.itemsize, self._stored.itemsize
         quantized = self._quantized
         repacking = None if quantized is None else quantized.repacking_of(page)
         tables = {} if repacking is None else repacking.tables
-        whole = quantized is not None and not begin and len(numbers) >= quantized.bytes_of(page)
-        if quantized is not None and tables and not (whole and dest.device.type == "cpu"):
+        complete = quantized is not None and not begin and len(values) >= quantized.bytes_of(page)
+        if quantized is not None and tables and not (complete and dest.device.type == "cpu"):
             page_in_host = torch.empty(quantized.bytes_of(page), dtype=torch.uint8)
             if (reading := self.start(page, page_in_host)) is not None:
                 reading.wait()
-            cut = page_in_host[begin : begin + len(numbers)]
-            numbers[: len(cut)].copy_(cut)
+            cut = page_in_host[begin : begin + len(values)]
+            values[: len(cut)].copy_(cut)
             return None
         reads = [
-            _PartRead(piece, numbers[start - first : start - first + piece.nbytes // size], start, tables.get(start))
-            for piece, start in self._pieces(page, first, numbers.numel())
+            _PartRead(piece, values[start - first : start - first + piece.nbytes // size], start, tables.get(start))
+            for piece, start in self._pieces(page, first, values.numel())
         ]
-        examine = partial(self._examine, (page, begin, numbers.numel()), reads, repacking)
+        examine = partial(self._examine, (page, begin, values.numel()), reads, repacking)
         if self._submit is not None and dest.device.type == "cpu" and (native.available() or not tables):
-            parts = [(part.piece.file, part.piece.offset, part.numbers.view(torch.uint8), part.table) for part in reads]
+            parts = [(part.piece.file, part.piece.offset, part.dest.view(torch.uint8), part.table) for part in reads]
             return _DirectPageRead(self._submit(parts), [part.piece for part in reads], examine)
         for part in reads:
-            self.read(part.piece, part.numbers)
+            self.read(part.piece, part.dest)
             if part.table is not None:
-                turn(part.numbers, part.table)
+                turn(part.dest, part.table)
         examine()
         return None
 
@@ -399,8 +399,8 @@ class PageReader(TensorReader):
         self._examined.add(part)
 
     def _notice_wide(self, layer: int, reads: Sequence[_PartRead]) -> None:
-        for piece, numbers, *_ in reads:
-            if exceeds_float16(numbers):
+        for piece, values, *_ in reads:
+            if exceeds_float16(values):
                 if not self.wide_layers:
                     told = (
                         "%s: tensor %r: beyond the range of float16; the experts of such layers are computed in float32"
@@ -413,12 +413,12 @@ class PageReader(TensorReader):
         layer's page may be shorter than others."""
         size, start = self._stored.itemsize, 0
         for info in self._pages[page]:
-            numbers = info.nbytes // size
-            first, last = max(begin - start, 0), min(begin + count - start, numbers)
+            length = info.nbytes // size
+            first, last = max(begin - start, 0), min(begin + count - start, length)
             if first < last:
                 piece = replace(info, offset=info.offset + first * size, nbytes=(last - first) * size)
                 yield piece, start + first
-            start = align_up(start + numbers, self._alignment)
+            start = align_up(start + length, self._alignment)
 
 
 def _check_groups(
@@ -427,22 +427,22 @@ def _check_groups(
     """Raise CheckpointError if a tensor that says the group of each column names one that is not there; if they have to
     be ``in_order``, one before that of the column to its left; or if one at an offset of ``orders`` does not count
     groups of as many columns."""
-    for piece, numbers, offset, _ in reads:
+    for piece, values, offset, _ in reads:
         if (count := groups.get(piece.name)) is not None:
-            each = numbers.view(torch.int32)
-            least, most = each.aminmax()
-            if least < 0 or most >= count:
-                wrong = int(least if least < 0 else most)
+            order_of = values.view(torch.int32)
+            least, maximum = order_of.aminmax()
+            if least < 0 or maximum >= count:
+                wrong = int(least if least < 0 else maximum)
                 raise CheckpointError(
                     f"{piece.file}: tensor {piece.name!r} puts a column into group {wrong}, and there are {count}; "
                     "fetch the checkpoint again"
                 )
-            if in_order and (each.diff() < 0).any():
+            if in_order and (order_of.diff() < 0).any():
                 raise CheckpointError(
                     f"{piece.file}: tensor {piece.name!r}: columns are not in the order of their groups, as "
                     "activations int8 need them; leave activations at auto"
                 )
-            if offset in orders and not in_group_order(each, orders[offset]):
+            if offset in orders and not in_group_order(order_of, orders[offset]):
                 raise CheckpointError(
                     f"{piece.file}: tensor {piece.name!r}: columns are not in the order of their groups, although "
                     "config.json says desc_act false; set that to true, or fetch the checkpoint again"
@@ -458,7 +458,9 @@ class _DirectPageRead:
         try:
             self._reading.wait()
         except OSError as error:
-            piece = next((each for each in self._pieces if str(each.file) == str(error.filename)), self._pieces[0])
+            piece = next(
+                (candidate for candidate in self._pieces if str(candidate.file) == str(error.filename)), self._pieces[0]
+            )
             raise _unreadable(piece, "", error) from None
         self._examine()
 
@@ -472,14 +474,14 @@ def page_views(slot: torch.Tensor, model: ModelProfile, dtype: torch.dtype) -> t
     """``(gate_up [2I, H], down [H, I])``: views of the page in ``slot`` (uint8, at least a page long)."""
     shapes = page_shapes(model)
     (width, hidden), down_shape = shapes["gate"], shapes["down"]
-    numbers = slot[: page_bytes(model, from_torch(dtype))].view(dtype)
+    values = slot[: page_bytes(model, from_torch(dtype))].view(dtype)
     split = 2 * width * hidden
-    return numbers[:split].view(2 * width, hidden), numbers[split:].view(down_shape)
+    return values[:split].view(2 * width, hidden), values[split:].view(down_shape)
 
 
-def check_bytes(memory: torch.Tensor, needed: int, what: str) -> None:
+def check_bytes(memory: torch.Tensor, needed: int, label: str) -> None:
     """Raise ValueError unless ``memory`` is contiguous uint8 of at least ``needed`` bytes."""
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.numel() < needed:
         raise ValueError(
-            f"{what} must be contiguous uint8 of at least {needed} bytes, not {memory.dtype} {tuple(memory.shape)}"
+            f"{label} must be contiguous uint8 of at least {needed} bytes, not {memory.dtype} {tuple(memory.shape)}"
         )

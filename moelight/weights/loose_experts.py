@@ -20,16 +20,16 @@ LooseExperts = dict[tuple[int, str], TensorInfo]  # by expert and the name of th
 def loose_experts(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, LooseExperts]:
     """The matrices and biases of single experts among ``tensors`` (name in the module, tensor), by the layer that holds
     them (``model.layers.3``); none of a layer that holds two kinds of experts."""
-    found: defaultdict[str, LooseExperts] = defaultdict(dict)
+    by_layer: defaultdict[str, LooseExperts] = defaultdict(dict)
     blocks: defaultdict[str, set[str]] = defaultdict(set)
     for name, info in tensors:
         match = _NAME.fullmatch(name)
         if match is None or match["matrix"] not in _MATRICES:
             continue
         matrix = _MATRICES[match["matrix"]] + ("_bias" if match["kind"] == "bias" else "")
-        found[match["layer"]][int(match["expert"]), matrix] = info
+        by_layer[match["layer"]][int(match["expert"]), matrix] = info
         blocks[match["layer"]].add(match["block"])
-    return {layer: experts for layer, experts in found.items() if len(blocks[layer]) == 1}
+    return {layer: experts for layer, experts in by_layer.items() if len(blocks[layer]) == 1}
 
 
 def layer_of(path: str) -> str:

@@ -1,4 +1,4 @@
-"""How the stored bytes of one expert lie in its page.
+"""Layout of the stored bytes of one expert in its page.
 
 Shapes: E experts, H hidden, I expert width. Matrices are given as a linear layer has them: gate and up [I, H], down
 [H, I], biases [I] and [H]; the page keeps the order of the checkpoint, which strides describe.
@@ -36,9 +36,9 @@ class StridedMatrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """The places of an expert's matrices in a page of ``numbers`` numbers; those that it has not are None."""
+    """The places of an expert's matrices in a page of ``elements`` numbers; those that it has not are None."""
 
-    numbers: int
+    elements: int
     up: StridedMatrix
     down: StridedMatrix
     gate: StridedMatrix | None = None
@@ -122,22 +122,22 @@ def lay_out(parts: Mapping[str, Tiled]) -> tuple[PageLayout, tuple[Run, ...]]:
         name: StridedMatrix(offset=_place(box, runs), shape=box.shape, strides=box.strides)
         for name, box in boxes.items()
     }
-    return PageLayout(numbers=sum(run.count for run in runs), **places), tuple(runs)
+    return PageLayout(elements=sum(run.count for run in runs), **places), tuple(runs)
 
 
 def _runs(boxes: Sequence[Box]) -> list[Run]:
     """The stored numbers from the first to the last of each box; one run of those that meet."""
-    found: list[Run] = []
+    runs: list[Run] = []
     for box in boxes:
         begin, end = box.offset, box.offset + box.span
-        for index, run in enumerate(found):
+        for index, run in enumerate(runs):
             if run.info is box.info and begin <= run.begin + run.count and run.begin <= end:
                 begin, end = min(begin, run.begin), max(end, run.begin + run.count)
-                found[index] = Run(info=run.info, begin=begin, count=end - begin)
+                runs[index] = Run(info=run.info, begin=begin, count=end - begin)
                 break
         else:
-            found.append(Run(info=box.info, begin=begin, count=end - begin))
-    return found
+            runs.append(Run(info=box.info, begin=begin, count=end - begin))
+    return runs
 
 
 def _place(box: Box, runs: Sequence[Run]) -> int:

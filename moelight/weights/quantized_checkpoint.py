@@ -55,13 +55,13 @@ class QuantizedInfo(TensorInfo):
         line = self.matrix.columns * ITEM_BYTES[self.dtype]
         if self.offset % (2 * line) or self.nbytes % (2 * line):
             raise self._in_parts()
-        found = []
+        halves = []
         for matrix in (self.matrix, self.other):
-            (place,) = matrix.tensors.values()
-            half = replace(self, name=place.name, file=place.file, matrix=matrix, other=None, turned=False)
+            (info,) = matrix.tensors.values()
+            half = replace(self, name=info.name, file=info.file, matrix=matrix, other=None, turned=False)
             shape = (self.nbytes // (2 * line), matrix.columns)
-            found.append(replace(half, shape=shape, offset=self.offset // 2, nbytes=self.nbytes // 2))
-        return tuple(found)
+            halves.append(replace(half, shape=shape, offset=self.offset // 2, nbytes=self.nbytes // 2))
+        return tuple(halves)
 
     def _in_parts(self) -> CheckpointError:
         return CheckpointError(
@@ -75,13 +75,13 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None
     dtype of the tensors that are not quantised, and of ``dtype`` (a safetensors name) where these differ. Raises
     CheckpointError for a matrix that lacks a tensor, or has one that does not fit."""
     tensors, listing = checkpoint.tensors, str(checkpoint.listing)
-    found: list[tuple[TensorInfo, StoredMatrix, str]] = []
+    located: list[tuple[TensorInfo, StoredMatrix, str]] = []
     taken: set[str] = set()
     for name, info in tensors.items():
         module, dot, last = name.rpartition(".")
         if matrix := _stack_of_blocks(tensors, info, format_of, listing):
             taken.update(name + suffix for suffix in matrix.tensors)
-            found.append((info, matrix, name))
+            located.append((info, matrix, name))
             continue
         for suffix, of in ((f".{last}", module), *_endings(name)):
             stored = format_of(of) if dot else None
@@ -92,13 +92,13 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None
             stored = stored.spelled(partial(_exists, tensors, of))
             matrix = _matrix(tensors, of, info, stored, listing)
             taken.update(of + part.suffix for part in stored.tensors(matrix.rows, matrix.columns))
-            found.append((info, matrix, of))
+            located.append((info, matrix, of))
             break
     plain = {name: info for name, info in tensors.items() if name not in taken}
     _check_codes(tensors, plain.values(), format_of, listing)
     dtypes = {info.dtype for info in plain.values() if info.dtype in BY_SAFETENSORS}
     common = dtypes.pop() if len(dtypes) == 1 else dtype
-    matrices = {each.name: each for each in (_as_numbers(*one, common) for one in found)}
+    matrices = {info.name: info for info in (_as_numbers(*one, common) for one in located)}
     if twice := next((name for name in matrices if name in plain), None):
         raise CheckpointError(
             f"{plain[twice].file}: tensor {twice!r} is stored quantised, too; save the model again, with one of them"
@@ -186,12 +186,14 @@ def _matrix(
         )
     rows, columns = _size(tensors, module, codes, stored)
     stack = stored.stack_of(codes.shape) or 1
-    given = {}
+    code_infos = {}
     for suffix in stored.names if stack > 1 else ():
         if info := tensors.get(module + suffix):
             flat = (math.prod(info.shape[:2]), math.prod(info.shape[2:])) if len(info.shape) > 2 else info.shape
-            given[info.name] = replace(info, shape=flat)
-    return find_matrix({**given} if given else tensors, module, stored, stack * rows, columns, listing=listing)
+            code_infos[info.name] = replace(info, shape=flat)
+    return find_matrix(
+        {**code_infos} if code_infos else tensors, module, stored, stack * rows, columns, listing=listing
+    )
 
 
 def _size(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: Format) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""How the matrices of quantised experts lie in their pages: the parts of each matrix as they are stored, one after
-another, each at a multiple of 16 bytes. Experts may be stored in different formats."""
+"""Layout of quantised expert matrices in their pages: the parts of each matrix as they are stored, one after another,
+each at a multiple of 16 bytes. Experts may be stored in different formats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _tensors_of(matrices: PageMatrices) -> Iterator[PageTensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repacking:
-    """How the parts of a page are turned on arrival: the table of each by its offset in the page. ``orders``: by the
+    """How the parts of a page are repacked on arrival: the table of each by its offset in the page. ``orders``: by the
     offsets of tensors that say the group of each column, the columns of the groups that they have to count."""
 
     tables: Mapping[int, RepackTable]
@@ -53,7 +53,7 @@ class Repacking:
 
     @classmethod
     def of(cls, matrices: PageMatrices, orders: Mapping[int, int]) -> Repacking:
-        """That of a page of ``matrices``."""
+        """Return the repacking of a page of ``matrices``."""
         tables = {tensor.offset: tensor.table for tensor in _tensors_of(matrices) if tensor.table is not None}
         return cls(tables=MappingProxyType(tables), orders=MappingProxyType(dict(orders)))
 
@@ -86,10 +86,10 @@ class QuantizedPages:
 
     def page_bytes(self, layers: int) -> list[list[int]]:
         """Bytes of the page of each expert of each of ``layers`` layers; none without experts."""
-        found: list[list[int]] = [[] for _ in range(layers)]
+        sizes: list[list[int]] = [[] for _ in range(layers)]
         for page in sorted(self.layout_ids):
-            found[page.layer].append(self.bytes_of(page))
-        return found
+            sizes[page.layer].append(self.bytes_of(page))
+        return sizes
 
     @property
     def turned_bytes(self) -> int:
@@ -105,37 +105,37 @@ class QuantizedPages:
         return self.sizes[self.layout_ids[page]]
 
     def repacking_of(self, page: Page) -> Repacking | None:
-        """How ``page`` is turned on arrival; None if no part of it is."""
-        found = self.repacking[self.layout_ids[page]]
-        return found if found.tables else None
+        """Return the repacking of ``page`` on arrival; None if no part of it is repacked."""
+        repacking = self.repacking[self.layout_ids[page]]
+        return repacking if repacking.tables else None
 
     def repacked(self) -> QuantizedPages:
-        """The same pages where matrices of GPTQ and AWQ lie as packed integers, turned on arrival; those in an order of
-        columns stay as they are stored."""
-        found = [_repacked(matrices) for matrices in self.layouts]
+        """Return the pages with GPTQ and AWQ matrices repacked to packed integers on arrival; those with act-order stay
+        as stored."""
+        pairs = [_repacked(matrices) for matrices in self.layouts]
         return replace(
-            self, layouts=tuple(matrices for matrices, _ in found), repacking=tuple(each for _, each in found)
+            self, layouts=tuple(matrices for matrices, _ in pairs), repacking=tuple(repacking for _, repacking in pairs)
         )
 
 
 def _repacked(matrices: PageMatrices) -> tuple[PageMatrices, Repacking]:
     """Where the parts of a page of ``matrices`` lie once they are turned, and how they are."""
-    found, orders = [], dict[int, int]()
-    for name, place in matrices:
-        by_rows = None if isinstance(place, PageTensor) else place.stored.repacked_format(*place.shape)
-        if isinstance(place, PageTensor) or by_rows is None:
-            found.append((name, place))
+    result, orders = [], dict[int, int]()
+    for name, matrix in matrices:
+        by_rows = None if isinstance(matrix, PageTensor) else matrix.stored.repacked_format(*matrix.shape)
+        if isinstance(matrix, PageTensor) or by_rows is None:
+            result.append((name, matrix))
             continue
-        shapes = {part.suffix: part.shape for part in by_rows.tensors(*place.shape)}
+        shapes = {part.suffix: part.shape for part in by_rows.tensors(*matrix.shape)}
         tensors = {}
-        for suffix, part in place.tensors.items():
-            table = place.stored.repack_table(suffix, part.shape, ITEM_BYTES[part.dtype])
+        for suffix, part in matrix.tensors.items():
+            table = matrix.stored.repack_table(suffix, part.shape, ITEM_BYTES[part.dtype])
             if table is None:
-                orders[part.offset] = place.stored.group
+                orders[part.offset] = matrix.stored.group
             else:
                 tensors[suffix] = part._replace(shape=shapes[suffix], table=table)
-        found.append((name, replace(place, stored=by_rows, tensors=tensors)))
-    return tuple(found), Repacking.of(tuple(found), orders)
+        result.append((name, replace(matrix, stored=by_rows, tensors=tensors)))
+    return tuple(result), Repacking.of(tuple(result), orders)
 
 
 def lay_out_pages(
@@ -151,14 +151,14 @@ def lay_out_pages(
     sizes: dict[int, int] = {}
     layouts = {} if layouts is None else dict(layouts)
     for page, together in pages.items():
-        infos = tuple(each for info in together for each in _apart(info))
+        infos = tuple(half for info in together for half in _apart(info))
         layout = layouts.get(page.layer)
         if layout is not None and layout.interleaved and len(infos) > len(together):
             layout = layouts[page.layer] = layout.apart()
         parts = [_parts(info) for info in infos]
         matrices, nbytes = _page_matrices(infos, parts, layout)
         number = layout_ids[page] = numbered.setdefault(matrices, len(numbered))
-        pieces[page] = tuple(place for _, places in parts for _, place in places)
+        pieces[page] = tuple(location for _, places in parts for _, location in places)
         groups.update(_orders(parts))
         sizes[number] = nbytes
     return QuantizedPages(
@@ -184,13 +184,13 @@ def _parts(info: TensorInfo) -> _Parts:
     if not isinstance(info, QuantizedInfo):
         return None, [("", info)]
     matrix = info.stored()
-    return matrix.stored, [(suffix, place) for suffix, place in matrix.tensors.items() if suffix != SHAPE]
+    return matrix.stored, [(suffix, location) for suffix, location in matrix.tensors.items() if suffix != SHAPE]
 
 
 def _orders(parts: Sequence[_Parts]) -> Iterator[tuple[str, int]]:
     for stored, places in parts:
         if stored is not None and stored.order:
-            (order,) = (place for suffix, place in places if suffix == stored.names[3])
+            (order,) = (location for suffix, location in places if suffix == stored.names[3])
             yield order.name, stored.groups(order.shape[0])
 
 
@@ -204,7 +204,7 @@ class _Segment:
     begin: int
     count: int
 
-    def whole(self) -> Matrix[PageTensor] | PageTensor:
+    def as_matrix(self) -> Matrix[PageTensor] | PageTensor:
         if isinstance(self.info, QuantizedInfo):
             return self._matrix(self.info)
         return self.tensors[""]
@@ -213,34 +213,34 @@ class _Segment:
         matrix = info.stored()
         return Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=self.tensors)
 
-    def holds(self, place: StridedMatrix) -> bool:
-        return self.begin <= place.offset and place.offset + math.prod(place.shape) <= self.begin + self.count
+    def holds(self, matrix: StridedMatrix) -> bool:
+        return self.begin <= matrix.offset and matrix.offset + math.prod(matrix.shape) <= self.begin + self.count
 
-    def part(self, place: StridedMatrix) -> Matrix[PageTensor] | PageTensor:
-        """The matrix or bias at ``place``."""
-        rows, columns = (*place.shape, 1)[:2]
-        in_order = place.strides == ((columns, 1) if len(place.shape) > 1 else (1,))
+    def part(self, matrix: StridedMatrix) -> Matrix[PageTensor] | PageTensor:
+        """The matrix or bias at ``matrix``."""
+        rows, columns = (*matrix.shape, 1)[:2]
+        in_order = matrix.strides == ((columns, 1) if len(matrix.shape) > 1 else (1,))
         if isinstance(self.info, QuantizedInfo):
-            found = self._matrix(self.info)
-            if in_order and (rows, columns) == (found.rows, found.columns):
-                return found if len(place.shape) > 1 else _bias(found)
-            if (columns, rows) == (found.rows, found.columns) and place.transposed:
-                return self._transposed(found)
+            full = self._matrix(self.info)
+            if in_order and (rows, columns) == (full.rows, full.columns):
+                return full if len(matrix.shape) > 1 else _bias(full)
+            if (columns, rows) == (full.rows, full.columns) and matrix.transposed:
+                return self._transposed(full)
             raise CheckpointError(
                 f"{self.info.file}: tensor {self.info.name!r}, which is quantised, holds matrices [{rows}, {columns}] "
                 "that are not stored by themselves; use the checkpoint that is not quantised"
             )
-        whole = self.tensors[""]
-        size = whole.nbytes // self.count
-        at = whole.offset + (place.offset - self.begin) * size
-        shape, strides = place.shape, place.strides
+        stored_part = self.tensors[""]
+        size = stored_part.nbytes // self.count
+        at = stored_part.offset + (matrix.offset - self.begin) * size
+        shape, strides = matrix.shape, matrix.strides
         if not in_order and strides != (1, shape[0]):
             raise CheckpointError(
                 f"{self.info.file}: tensor {self.info.name!r}: an expert's rows are not together beside quantised "
                 "matrices; use the checkpoint that is not quantised"
             )
         nbytes = math.prod(shape) * size
-        return PageTensor(at, nbytes, whole.dtype, shape if in_order else shape[::-1], transposed=not in_order)
+        return PageTensor(at, nbytes, stored_part.dtype, shape if in_order else shape[::-1], transposed=not in_order)
 
     def _transposed(self, matrix: Matrix[PageTensor]) -> Matrix[PageTensor]:
         """The transpose of ``matrix``: its parts are transposed on arrival, and its blocks with them."""
@@ -279,21 +279,21 @@ def _page_matrices(
         begin += count
     if layout is None:
         names = ("gate_up", "up", "down") if len(segments) > 2 else ("gate_up", "down")
-        return tuple((name, each.whole()) for name, each in zip(names, segments, strict=True)), at
-    found = []
-    for name, place in _named(layout, segments):
-        holder = next(each for each in reversed(segments) if each.begin <= place.offset)
-        found.append((name, holder.part(place)))
-    return tuple(found), at
+        return tuple((name, item.as_matrix()) for name, item in zip(names, segments, strict=True)), at
+    matrices = []
+    for name, matrix in _named(layout, segments):
+        holder = next(segment for segment in reversed(segments) if segment.begin <= matrix.offset)
+        matrices.append((name, holder.part(matrix)))
+    return tuple(matrices), at
 
 
 def _named(layout: PageLayout, segments: Sequence[_Segment]) -> Iterator[tuple[str, StridedMatrix]]:
     """The matrices of ``layout`` by the names of `cpu_expert_ffn`; gate and up are one only if they are stored so."""
 
-    def whole(place: StridedMatrix | None) -> StridedMatrix | None:
-        return place if place is not None and any(each.holds(place) for each in segments) else None
+    def held(matrix: StridedMatrix | None) -> StridedMatrix | None:
+        return matrix if matrix is not None and any(segment.holds(matrix) for segment in segments) else None
 
-    joined, biases = whole(layout.gate_up), whole(layout.gate_up_bias)
+    joined, biases = held(layout.gate_up), held(layout.gate_up_bias)
     apart = layout.gate is not None and (joined is None or (layout.gate_bias is not None and biases is None))
     first_bias = (layout.gate_bias if apart else biases) if layout.gate else layout.up_bias
     places = {
@@ -304,4 +304,4 @@ def _named(layout: PageLayout, segments: Sequence[_Segment]) -> Iterator[tuple[s
         "up_bias": layout.up_bias if apart else None,
         "down_bias": layout.down_bias,
     }
-    return ((name, place) for name, place in places.items() if place is not None)
+    return ((name, matrix) for name, matrix in places.items() if matrix is not None)

@@ -44,7 +44,7 @@ class TensorInfo:
     @property
     def strides(self) -> tuple[int, ...]:
         """Numbers from one index of each dimension to the next."""
-        return tuple(math.prod(self.shape[place + 1 :]) for place in range(len(self.shape)))
+        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     def part(self, index: int, count: int) -> TensorInfo:
         """Slice ``index`` of ``count`` equal slices along the first dimension, under the name of the whole."""
@@ -99,11 +99,11 @@ def _header_length(file: Path, prefix: bytes, size: int) -> int:
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        result = dict(pairs)
+        if len(result) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise CheckpointError(f"{file}: the header names {twice!r} twice; {_AGAIN}")
-        return found
+        return result
 
     try:
         header = parse_json(text.decode("utf-8"), pairs=unique)

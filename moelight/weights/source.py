@@ -199,7 +199,7 @@ def _read_shards(directory: Path, index: Path) -> dict[str, TensorInfo]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        values = read_json(index, most=_MAX_INDEX_BYTES)
+        values = read_json(index, max_bytes=_MAX_INDEX_BYTES)
     except ValueError as error:
         raise CheckpointError(f"{index}: cannot be read as JSON ({error}); fetch it again") from None
     except OSError as error:

@@ -90,14 +90,14 @@ class StoredMatrix(Matrix[TensorInfo]):
     def read(self, into: Tensor | None = None) -> dict[str, Tensor]:
         """The tensors by suffix, as stored; checks the values that say where others are. ``into``: uint8
         [`kept_bytes`], in which they are to lie."""
-        found, at = {}, 0
+        tensors, at = {}, 0
         for suffix, info in self.tensors.items():
             room = None
             if into is not None and suffix != SHAPE:
                 room, at = into[at : at + info.nbytes], at + align_up(info.nbytes, PAGE_ALIGNMENT)
-            found[suffix] = read_tensor(info, room)
-        self._check(found)
-        return found
+            tensors[suffix] = read_tensor(info, room)
+        self._check(tensors)
+        return tensors
 
     def _check(self, values: Mapping[str, Tensor]) -> None:
         shape = values.get(SHAPE)
@@ -106,9 +106,9 @@ class StoredMatrix(Matrix[TensorInfo]):
         if not self.stored.order:
             return
         order, groups = values[self.stored.names[3]], self.stored.groups(self.columns)
-        least, most = int(order.min()), int(order.max())
-        if least < 0 or most >= groups:
-            wrong = least if least < 0 else most
+        least, maximum = int(order.min()), int(order.max())
+        if least < 0 or maximum >= groups:
+            wrong = least if least < 0 else maximum
             raise self._error(self.stored.names[3], f"puts a column into group {wrong}, and there are {groups}")
 
     def _error(self, suffix: str, complaint: str) -> CheckpointError:
@@ -156,18 +156,18 @@ def expert_matrices(
     stack = None if profile.names.gate else (expert, spec.num_experts)
     if stack is not None:
         shapes = {"gate_up": (2 * spec.intermediate_size, profile.hidden_size), "down": shapes["down"]}
-    found, own = {}, plain(dtype_named(profile.dtype).safetensors)
+    matrices, default = {}, plain(dtype_named(profile.dtype).safetensors)
     for name, (rows, columns) in shapes.items():
         if name.endswith("_bias"):
             continue
         module = expert_module(profile, layer, name, None if stack else expert)
-        stored, listing = format_of(module) or own, str(checkpoint.listing)
-        found[name] = find_matrix(checkpoint.tensors, module, stored, rows, columns, listing=listing, expert=stack)
-    return found
+        stored, listing = format_of(module) or default, str(checkpoint.listing)
+        matrices[name] = find_matrix(checkpoint.tensors, module, stored, rows, columns, listing=listing, expert=stack)
+    return matrices
 
 
 def gguf_expert_matrices(model: GGUFModel, layer: int, expert: int) -> dict[str, StoredMatrix]:
-    """The same of a GGUF model, whose gate, up and down are stacks of their own."""
+    """Return the expert matrices of a GGUF model, whose gate, up and down are separate stacks."""
     return {name: gguf_expert_matrix(model, layer, name, expert) for name in ("gate", "up", "down")}
 
 
@@ -223,8 +223,8 @@ def _place(
 ) -> TensorInfo:
     name, shown = module + part.suffix, stored.name
     if name not in tensors:
-        there = next((suffix for suffix in SUFFIXES if module + suffix in tensors), None)
-        but = f", though {module + there!r} is there" if there else ""
+        present = next((suffix for suffix in SUFFIXES if module + suffix in tensors), None)
+        but = f", though {module + present!r} is there" if present else ""
         raise CheckpointError(
             f"{listing}: tensor {name!r} {list(part.shape)} is missing{but}; config.json says that it is "
             f"stored as {shown}: correct quantization_config, or take config.json from where the weights are from"

@@ -105,9 +105,9 @@ def open_checkpoint(model: str) -> OpenCheckpoint:
     directory = resolve_model(model)
     profile = profile_from_dir(directory)
     require_computable(profile, where=str(directory / "config.json"))
-    found = locate(plain_matrices(open_needed(directory), profile.dtype), profile)
-    profile = replace(profile, dtype=found.dtype.name)
-    opened = OpenCheckpoint(directory=directory, profile=profile, weight_map=found)
+    weight_map = locate(plain_matrices(open_needed(directory), profile.dtype), profile)
+    profile = replace(profile, dtype=weight_map.dtype.name)
+    opened = OpenCheckpoint(directory=directory, profile=profile, weight_map=weight_map)
     return opened if profile.stored is None else as_stored(opened)
 
 
@@ -131,20 +131,20 @@ def plain_matrices(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 def as_stored(opened: OpenCheckpoint, layouts: Mapping[int, PageLayout] | None = None) -> OpenCheckpoint:
     """``opened``, a checkpoint of plain matrices whose profile is quantised, with pages of stored bytes if experts are.
     ``layouts``: of the pages of a graph's layers."""
-    found, profile = opened.weight_map, opened.profile
-    if not any(isinstance(info, QuantizedInfo) for infos in found.pages.values() for info in infos):
+    weight_map, profile = opened.weight_map, opened.profile
+    if not any(isinstance(info, QuantizedInfo) for infos in weight_map.pages.values() for info in infos):
         return replace(opened, profile=replace(profile, stored=None))  # other matrices are not quantised in memory
-    quantized = lay_out_pages(found.pages, layouts)
+    quantized = lay_out_pages(weight_map.pages, layouts)
 
     def kept_as(part: StoredTensor) -> Kept | None:
-        info = found.parts.get(part)
+        info = weight_map.parts.get(part)
         return (info.matrix.stored, info.matrix.kept_bytes) if isinstance(info, QuantizedInfo) else None
 
-    sizes, kept = quantized.page_bytes(profile.num_layers), kept_matrices(profile, kept_as)
+    sizes, matrices = quantized.page_bytes(profile.num_layers), kept_matrices(profile, kept_as)
     return replace(
         opened,
-        profile=with_pages(profile, sizes, kept, quantized.turned_bytes),
-        weight_map=replace(found, pages=quantized.pieces, quantized=quantized),
+        profile=with_pages(profile, sizes, matrices, quantized.turned_bytes),
+        weight_map=replace(weight_map, pages=quantized.pieces, quantized=quantized),
     )
 
 
@@ -156,7 +156,9 @@ def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
     _refuse_absurd(checkpoint, model)
     search = _TensorSearch(checkpoint, model)
     parts = {part: search.part(part) for stored in dense_tensors(model) for part in stored.parts}
-    pages = {page: found for layer, moe in enumerate(model.moe_layers) if moe for page, found in search.experts(layer)}
+    pages = {
+        page: pieces for layer, moe in enumerate(model.moe_layers) if moe for page, pieces in search.experts(layer)
+    }
     spare = search.spare_head()
     return WeightMap(
         dtype=search.audit(),
@@ -171,11 +173,11 @@ def _refuse_absurd(checkpoint: Checkpoint, model: ModelProfile) -> None:
     """Reject counts in the config that the checkpoint cannot satisfy: they bound the work of the search."""
     tensors = checkpoint.tensors
     most_experts = max(len(tensors), *(max(info.shape, default=0) for info in tensors.values()))
-    for key, count, most in (
+    for key, count, maximum in (
         ("num_hidden_layers", model.num_layers, len(tensors)),
         ("num_experts", model.experts.num_experts, most_experts),
     ):
-        if count > most:
+        if count > maximum:
             raise CheckpointError(
                 f"{checkpoint.listing}: holds {len(tensors)} tensors, too few for {key} {count} of config.json; "
                 "correct config.json, or use the weights that belong to it"
@@ -238,18 +240,18 @@ class _TensorSearch:
         count, shapes = self._model.experts.num_experts, page_shapes(self._model)
         fused_names = self._spell(fused, layer)
         names = [{single: self._spell(single, layer, expert) for single in singles} for expert in range(count)]
-        whole = self._stored(fused_names)
+        stacked = self._stored(fused_names)
         loose = [name for expert in names for spellings in expert.values() for name in self._stored(spellings)]
-        if whole and loose:
-            self._use([*whole, *loose])
-            self._faults.twice(self._tensors[whole[0]], self._tensors[loose[0]])
+        if stacked and loose:
+            self._use([*stacked, *loose])
+            self._faults.twice(self._tensors[stacked[0]], self._tensors[loose[0]])
             return [[]] * count
-        if whole:
+        if stacked:
             shape = (count, sum(shapes[single][0] for single in singles), shapes[singles[0]][1])
             info = self._one(fused, fused_names, shape)
             return [[info.part(expert, count)] if info else [] for expert in range(count)]
-        found = [[self._one(single, expert[single], shapes[single]) for single in singles] for expert in names]
-        return [[info for info in infos if info] for infos in found]
+        by_expert = [[self._one(single, expert[single], shapes[single]) for single in singles] for expert in names]
+        return [[info for info in infos if info] for infos in by_expert]
 
     def _one(self, part: str, names: list[str], shape: tuple[int, ...]) -> TensorInfo | None:
         stored = self._stored(names)

@@ -32,7 +32,7 @@ def kept(directory: Path, x: Tensor, ids: Tensor, order: Tensor, parts: int) -> 
     """The rows of each of three experts of layer 1, whose inputs arrive in ``order`` and ``parts``."""
     directory.mkdir()
     rows = InputRows(directory, 2, 3, HIDDEN)
-    rows.most, rows.keys = 10, rows.keys[:, :, :10].copy()
+    rows.max_rows, rows.keys = 10, rows.keys[:, :, :10].copy()
     with rows:
         for part in order.chunk(parts):
             rows.add(1, routed(x[part], ids[part]))

@@ -155,7 +155,11 @@ def test_the_busiest_experts_stay_as_they_are(family: str, fused: bool, tmp_path
     layer, count = opened.moe_layers.index(True), opened.num_moe_layers * opened.experts.num_experts
     done = convert_checkpoint(options(model, out, keep=2 / count, expert_profile=profile))
     kept = {name for name in tensors_of(out) if ".experts." in name and name.endswith(".weight")}
-    assert done.kept == 2 and len(kept) == 6 and done.bytes == sum(each.nbytes for each in tensors_of(out).values())
+    assert (
+        done.kept_experts == 2
+        and len(kept) == 6
+        and done.bytes == sum(each.nbytes for each in tensors_of(out).values())
+    )
     assert {name.split(".experts.")[1].split(".")[0] for name in kept} == {"1", "4"}
     assert all(f"layers.{layer}." in name for name in kept)
     found, given = tensors_of(out), tensors_of(save(tmp_path / "apart", family))

@@ -154,7 +154,7 @@ def test_a_disk_too_full_for_the_trace_costs_no_answers(
 
     @contextlib.contextmanager
     def full(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
-        with whole_file(path, what=what) as write:
+        with whole_file(path, label=what) as write:
 
             def some(data: bytes) -> None:
                 if b"thread_name" in data:

@@ -20,10 +20,10 @@ def everything(directory: Path) -> list[str]:
 
 def test_a_new_file_and_a_replaced_one(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    check_writable(path, what="output")
+    check_writable(path, label="output")
     assert everything(tmp_path) == []
     for content in (b"one\n", b"two\n"):
-        with whole_file(path, what="output") as write:
+        with whole_file(path, label="output") as write:
             write(content)
             assert not path.exists() or path.read_bytes() != content
         assert path.read_bytes() == content
@@ -35,7 +35,7 @@ def test_a_failed_block_leaves_the_earlier_file(tmp_path: Path) -> None:
     path.write_bytes(b"earlier")
 
     def fail() -> None:
-        with whole_file(path, what="output") as write:
+        with whole_file(path, label="output") as write:
             write(b"half")
             raise KeyError("engine")
 
@@ -46,9 +46,9 @@ def test_a_failed_block_leaves_the_earlier_file(tmp_path: Path) -> None:
 
 
 def test_faults_of_the_block_are_not_taken_for_the_files(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="weights"), whole_file(tmp_path / "out", what="output"):
+    with pytest.raises(OSError, match="weights"), whole_file(tmp_path / "out", label="output"):
         raise OSError("weights")
-    with pytest.raises(ValueError, match="bug"), whole_file(tmp_path / "out", what="output"):
+    with pytest.raises(ValueError, match="bug"), whole_file(tmp_path / "out", label="output"):
         raise ValueError("bug")
     assert everything(tmp_path) == []
 
@@ -59,8 +59,8 @@ def test_mode_and_link_are_kept(tmp_path: Path) -> None:
     real.write_bytes(b"earlier")
     real.chmod(0o640)
     link.symlink_to(real)
-    check_writable(link, what="output")
-    with whole_file(link, what="output") as write:
+    check_writable(link, label="output")
+    with whole_file(link, label="output") as write:
         write(b"new")
     assert link.is_symlink() and real.read_bytes() == b"new"
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
@@ -81,7 +81,7 @@ def test_refused_at_once(kind: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     name, reason = REFUSED[kind]
     with pytest.raises(InputError, match=reason) as refusal:
-        check_writable(tmp_path / name, what="output")
+        check_writable(tmp_path / name, label="output")
     assert str(refusal.value).startswith("output ")
     assert everything(tmp_path) == ["file"]
 
@@ -94,25 +94,25 @@ def test_permission_is_denied(tmp_path: Path) -> None:
     locked.mkdir(0o555)
     for path in (kept, locked / "out"):
         with pytest.raises(InputError, match="permission denied"):
-            check_writable(path, what="output")
+            check_writable(path, label="output")
 
 
 def test_a_full_disk_is_one_line() -> None:
-    check_writable(Path("/dev/full"), what="output")
+    check_writable(Path("/dev/full"), label="output")
     said = re.escape("output /dev/full: cannot be written (no space left on device)")
     for size in (1, 1_000_000):
-        with pytest.raises(InputError, match=said), whole_file(Path("/dev/full"), what="output") as write:
+        with pytest.raises(InputError, match=said), whole_file(Path("/dev/full"), label="output") as write:
             write(b"x" * size)
 
 
 def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    check_writable(pipe, what="output")
+    check_writable(pipe, label="output")
     received: list[bytes] = []
     reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
     reader.start()
-    with whole_file(pipe, what="output") as write:
+    with whole_file(pipe, label="output") as write:
         write(b"rows")
     reader.join()
     assert received == [b"rows"]
@@ -125,7 +125,7 @@ def test_a_closed_pipe_is_not_dressed_up(tmp_path: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
     def write_to_nobody() -> None:
-        with whole_file(pipe, what="output") as write:
+        with whole_file(pipe, label="output") as write:
             os.close(reader)
             write(b"rows")
 
@@ -134,7 +134,7 @@ def test_a_closed_pipe_is_not_dressed_up(tmp_path: Path) -> None:
 
 
 def test_standard_output(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    check_writable(Path("-"), what="output")
-    with whole_file(Path("-"), what="output") as write:
+    check_writable(Path("-"), label="output")
+    with whole_file(Path("-"), label="output") as write:
         write(b"rows\n")
     assert capfdbinary.readouterr().out == b"rows\n"

@@ -25,7 +25,7 @@ class Text(LiveFile):
     """A file of text, and how often it was asked for."""
 
     def __init__(self, path: Path, text: str) -> None:
-        super().__init__(path, what="status")
+        super().__init__(path, label="status")
         self.current, self.asked = text, 0
 
     def text(self) -> str:

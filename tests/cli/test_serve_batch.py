@@ -114,7 +114,7 @@ def test_options_of_a_job_are_handed_on() -> None:
     words = list(command(Job(source=Path("in"), directory=Path("d"))))
     assert words[1:6] == ["-m", "moelight.cli.main", "generate", "in", "--model"]
     assert words[-4:] == ["--format", "openai", "--host-memory", "1GiB"]
-    assert parse_bytes(words[-1], what="") == 1 << 30
+    assert parse_bytes(words[-1], label="") == 1 << 30
 
 
 def test_jobs_run_with_the_options_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tests.hostile.endless import ENDLESS, guarded, put
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_what_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
     with guarded(), pytest.raises(OSError, match=ENDLESS[kind][1]) as caught:
-        read_bytes(put(kind, tmp_path / "it"), most=100)
+        read_bytes(put(kind, tmp_path / "it"), max_bytes=100)
     assert str(tmp_path) not in read_error_text(caught.value) and "\n" not in read_error_text(caught.value)
 
 
@@ -26,7 +26,7 @@ def test_a_fifo_with_a_writer_is_none_either(tmp_path: Path) -> None:
     try:
         os.write(writer, b"{}")
         with guarded(), pytest.raises(OSError, match="a FIFO, not a file"):
-            read_bytes(path, most=100)
+            read_bytes(path, max_bytes=100)
     finally:
         os.close(writer)
 
@@ -38,7 +38,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=ENDLESS[kind][1]):
             open_regular(put(kind, tmp_path / kind))
     with pytest.raises(OSError, match="larger"):
-        read_bytes(tmp_path / "file", most=4)
+        read_bytes(tmp_path / "file", max_bytes=4)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -46,7 +46,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 def test_a_file_within_the_limit_is_read_whole(size: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * size)
     (tmp_path / "link").symlink_to("file")
-    assert read_bytes(tmp_path / "link", most=100) == b"x" * size
+    assert read_bytes(tmp_path / "link", max_bytes=100) == b"x" * size
 
 
 def test_the_limit_is_of_what_is_read(tmp_path: Path) -> None:
@@ -54,12 +54,12 @@ def test_the_limit_is_of_what_is_read(tmp_path: Path) -> None:
     maps = Path("/proc/self/maps")
     assert maps.stat().st_size == 0
     with pytest.raises(OSError, match="larger than 100B"):
-        read_bytes(maps, most=100)
-    assert b"[stack]" in read_bytes(maps, most=1 << 24)
+        read_bytes(maps, max_bytes=100)
+    assert b"[stack]" in read_bytes(maps, max_bytes=1 << 24)
     with (tmp_path / "holes").open("wb") as file:
         file.truncate(1 << 40)
     with guarded(), pytest.raises(OSError, match=r"larger than 1\.0MiB"):
-        read_bytes(tmp_path / "holes", most=1 << 20)
+        read_bytes(tmp_path / "holes", max_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("path", ["none", "file/below", "to nothing"])
@@ -67,15 +67,15 @@ def test_what_is_not_there_is_the_systems_own_error(path: str, tmp_path: Path) -
     (tmp_path / "file").write_text("")
     (tmp_path / "to nothing").symlink_to("gone")
     with pytest.raises((FileNotFoundError, NotADirectoryError)):
-        read_text(tmp_path / path, most=1)
+        read_text(tmp_path / path, max_bytes=1)
 
 
 def test_text_is_utf_8_and_a_path_has_no_null(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="utf-8"):
-        read_text(tmp_path / "file", most=1)
+        read_text(tmp_path / "file", max_bytes=1)
     with pytest.raises(ValueError, match="null"):
-        read_text("a\0b", most=1)
+        read_text("a\0b", max_bytes=1)
 
 
 WRONG = {

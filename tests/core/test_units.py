@@ -30,7 +30,7 @@ def test_sizes_are_read_in_their_own_unit(text: str | int, size: int) -> None:
 )
 def test_what_is_not_a_positive_size_is_refused_under_the_options_name(text: str | int) -> None:
     with pytest.raises(ConfigError, match="--host-memory"):
-        parse_bytes(text, what="--host-memory")
+        parse_bytes(text, label="--host-memory")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ class Run:
 
     def next_need(self) -> int:
         """Blocks that whoever waits first asks for."""
-        first = next(g for g in self.generations if g.place < 0)
+        first = next(g for g in self.generations if g.slot < 0)
         return self.batcher.blocks_for(len(first.request.token_ids) + first.max_tokens)
 
     def check_limits(self, loads: list[MicroBatchPlan]) -> None:
@@ -191,7 +191,7 @@ def test_blocks_and_places_are_free_when_the_last_pass_is_launched() -> None:
     assert [g.request.index for g in batcher.running] == [1]
     chunks = [chunk for load in batcher.next_pass() for chunk in load.chunks]
     assert [chunk.sequence.request.index for chunk in chunks if not chunk.decodes] == [2]
-    assert chunks[-1].sequence.place == one.place
+    assert chunks[-1].sequence.slot == one.slot
     assert chunks[-1].sequence.blocks == one.blocks
     batcher.retire(one)
     batcher.retire(two)

@@ -103,7 +103,7 @@ def test_stop_texts_are_found_as_soon_as_they_are_there(tokenizer: Tokenizer, te
     matcher = StopMatcher(tokenizer.decode, stops, context=tokenizer.context(context))
     for count in range(1, len(ids) + 1):
         there = any(stop in tokenizer.decode_after(tokenizer.context(context), ids[:count]) for stop in stops)
-        assert matcher.found(ids[count - 1]) == there, count
+        assert matcher.matches(ids[count - 1]) == there, count
         if there:
             return
     pytest.fail("never found")
@@ -113,7 +113,7 @@ def test_first_tokens_are_not_searched_but_a_stop_may_begin_there(tokenizer: Tok
     ids = [tokenizer.encode("x")[-1], tokenizer.encode("aéo")[-1]] * 3
     for unsearched, expected in [(0, 2), (1, 2), (2, 4), (3, 4), (4, 6)]:
         matcher = StopMatcher(tokenizer.decode, ["xo"], unsearched=unsearched)
-        assert next(n for n, token in enumerate(ids, start=1) if matcher.found(token)) == expected
+        assert next(n for n, token in enumerate(ids, start=1) if matcher.matches(token)) == expected
 
 
 def test_a_stop_may_stay_or_begin_late() -> None:

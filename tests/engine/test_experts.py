@@ -38,7 +38,7 @@ from moelight.experts.policy import (
 )
 from moelight.experts.trace import read_rows
 from moelight.hrm import schedule_time
-from moelight.hrm.placement import place, with_residents
+from moelight.hrm.placement import place_pages, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.runtime.machine import LANE_KINDS
 from moelight.runtime.microbatch import require
@@ -286,7 +286,7 @@ def test_a_policy_has_the_room_that_its_cache_has(
     asked = ExpertPolicy(name="mine", cache=CacheRules(capacity=capacity), per_layer=per_layer)
     found = with_residents(small_policy(model, discrete=False, resident=1), resident_share(asked, model, FLOAT32))
     assert found.weights.host == pytest.approx(share)
-    assert len(place(model, found).resident) == round(24 * share)
+    assert len(place_pages(model, found).resident) == round(24 * share)
 
 
 @pytest.fixture

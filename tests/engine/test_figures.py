@@ -18,7 +18,7 @@ from moelight.engine.loaded_model import weight_dtype
 from moelight.hrm import costs, schedule_time
 from moelight.hrm.costs import page_bytes, qkv_bytes
 from moelight.hrm.footprint import footprint
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.paging.slots import SlotTable
 from moelight.profiles.workload import Workload
@@ -153,7 +153,7 @@ def test_without_a_link_a_pass_reads_the_streamed_pages_once(model: Path, schedu
     for mu in (1, 6):
         with Engine(Policy(**{**_fields(policy), "micro_batch_size": mu}), device="cpu") as engine:
             trace = traced(engine)
-            streamed = len(place(engine.profile, policy).streamed) * page_bytes(engine.profile, FLOAT32)
+            streamed = len(place_pages(engine.profile, policy).streamed) * page_bytes(engine.profile, FLOAT32)
             assert streamed > 0
             assert [page_traffic(timeline, TaskKind.READ_PAGE) for timeline in trace] == [streamed] * len(trace)
             assert engine.stats.lanes[Lane.DISK].bytes == streamed * len(trace)
@@ -171,7 +171,7 @@ def test_across_a_link_a_pass_sends_the_streamed_pages_once(model: Path, schedul
     )
     with Engine(policy, device="twin") as engine:
         trace = traced(engine)
-        placement, page = place(engine.profile, policy), page_bytes(engine.profile, FLOAT32)
+        placement, page = place_pages(engine.profile, policy), page_bytes(engine.profile, FLOAT32)
         lanes = engine.stats.lanes
     passes, streamed = len(trace), len(placement.streamed) * page
     assert [page_traffic(timeline, TaskKind.SEND_PAGE) for timeline in trace] == [streamed] * passes
@@ -235,7 +235,7 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
     least = least_memory(model, device, work, **how)
     with Engine.from_pretrained(model, device=device, workload=work, **how, **least) as engine:  # type: ignore[arg-type]
         trace = traced(engine, 4)
-        placement = place(engine.profile, engine.policy)
+        placement = place_pages(engine.profile, engine.policy)
         page = page_bytes(engine.profile, FLOAT32)
         assert engine.plan is not None
         assert {tier: engine.plan.use_of(tier.removesuffix("_memory")).total_bytes for tier in least} == least
@@ -270,7 +270,7 @@ def test_the_last_pass_fetches_nothing_for_another(model: Path) -> None:
     with Engine(Policy(model=str(model), batch_size=20, weights=Shares(disk=1.0)), device="cpu") as engine:
         engine.generate(PROMPTS, SamplingParams(max_tokens=1, ignore_eos=True))
         assert engine.stats.passes == 1
-        pages = len(place(engine.profile, engine.policy).streamed)
+        pages = len(place_pages(engine.profile, engine.policy).streamed)
         assert engine.stats.lanes[Lane.DISK].tasks == pages
 
 

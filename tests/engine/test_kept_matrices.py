@@ -71,8 +71,8 @@ def test_a_file_keeps_embeddings_and_head_too(tmp_path: Path) -> None:
     found = stacked(weights)
     assert set(found) >= {"qkv", "o"}
     model = open_model(str(path)).profile
-    assert model.stored is not None and counted == costs.dense_bytes(model, BFLOAT16, kept=True)
-    kept = sum(size for _, _, size in model.stored.kept)
+    assert model.stored is not None and counted == costs.dense_bytes(model, BFLOAT16, as_stored=True)
+    kept = sum(size for _, _, size in model.stored.dense_stored)
     assert 0 < kept < counted < costs.dense_bytes(model, BFLOAT16)
     for name, matrix in found.items():
         if name == "embed":
@@ -115,7 +115,7 @@ def test_they_are_read_in_their_own_bytes(tiny: Tiny, tmp_path: Path) -> None:
         each.elements for each in costs.dense_tensors(models[0].model) if each.layer >= 0 and len(each.shape) > 1
     )
     layers = [each for each in costs.dense_tensors(models[0].model) if each.layer >= 0 and len(each.shape) > 1]
-    size = sum(costs.dense_tensor_bytes(models[0].model, each, models[0].dtype, kept=True) for each in layers)
+    size = sum(costs.dense_tensor_bytes(models[0].model, each, models[0].dtype, as_stored=True) for each in layers)
     assert size <= dtype.bytes_for(matrices) <= size + matrices // 64
     assert align_up(size, 64) >= size
 

@@ -21,7 +21,7 @@ from moelight.engine.engine import Engine
 from moelight.engine.model import EngineOptions, LazyModel
 from moelight.engine.planning import resolve_residents
 from moelight.hrm.footprint import footprint, ring_slots
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.kernels import native
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
@@ -97,7 +97,7 @@ def test_it_takes_no_more_memory_than_was_planned(
     assert after.total("device") <= before.total("device")
     assert isinstance(found.weights, Shares)
     if found.residents == "learned":
-        placement = place(MODEL, found)
+        placement = place_pages(MODEL, found)
         assert schedule in ON_DEMAND_SCHEDULES
         assert 0 < len(placement.resident) <= resident
         assert ring_slots(placement) >= 8

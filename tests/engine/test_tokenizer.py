@@ -177,14 +177,16 @@ def test_a_text_far_beyond_the_context_is_not_encoded_whole(tmp_path: Path) -> N
 
     tokenizer._inner = Watched()  # type: ignore[assignment]
     with pytest.raises(InputError, match="200,000 letters") as refusal:
-        tokenizer.encode("a \u00e9" * 50_000 + "bc" * 25_000, most=50)
+        tokenizer.encode("a \u00e9" * 50_000 + "bc" * 25_000, max_tokens=50)
     assert refusal.value.code == "context_length_exceeded"
     assert max(longest) < 1000
     text = (CORPUS[0] + " ") * 40
     longest.clear()
-    assert tokenizer.encode(text, most=4000) == tokenizer.encode(text)
+    assert tokenizer.encode(text, max_tokens=4000) == tokenizer.encode(text)
     assert longest == [len(text)] * 2, "one that may fit is encoded once"
-    assert tokenizer.encode(text, most=len(tokenizer.encode(text)) - 1), "whether it fits is told of all its tokens"
+    assert tokenizer.encode(text, max_tokens=len(tokenizer.encode(text)) - 1), (
+        "whether it fits is told of all its tokens"
+    )
 
 
 @pytest.mark.parametrize(
@@ -408,7 +410,7 @@ def test_the_matcher_finds_a_stop_at_the_token_that_completes_it(make: Any, tmp_
         matcher = StopMatcher(tokenizer.decode, stops)
         for count in range(1, len(ids) + 1):
             expected = cut_at_stop(tokenizer.decode(ids[:count]), stops)[1] is not None
-            assert matcher.found(ids[count - 1]) == expected, (text, count)
+            assert matcher.matches(ids[count - 1]) == expected, (text, count)
             if expected:
                 break
 
@@ -425,5 +427,5 @@ def test_the_matcher_decodes_a_few_tokens_at_a_time(tmp_path: Path) -> None:
     matcher = StopMatcher(decode, ["never"])
     ids = tokenizer.encode(CORPUS[0] * 20) + [tokenizer.encode("世")[0]] * 50
     for count in range(1, len(ids) + 1):
-        assert not matcher.found(ids[count - 1])
+        assert not matcher.matches(ids[count - 1])
     assert longest <= 8

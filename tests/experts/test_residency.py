@@ -226,7 +226,7 @@ def test_a_profile_fills_the_cache_before_the_first_batch(
     known.add(np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)[:, ::-1].copy(), 1)
     capacity = 10 if per_layer is None else 4
     asked = policy(cache={"capacity": Capacity(value=capacity), "eviction": eviction, "pin": (6,)}, per_layer=per_layer)
-    run = residency(asked, known=known)
+    run = residency(asked, profile=known)
     assert len(run.cache) == 10
     found = run.begin_with.tolist()
     assert [key[:2] for key in found[:3]] == [[0, 6], [1, 6], [2, 6]]
@@ -293,7 +293,7 @@ def test_what_was_learned_is_saved_and_known_the_next_time() -> None:
     assert saved.counts.sum() == first.cache.stats.tokens.sum()
     assert saved.accesses == first.cache.clock
     assert saved.transitions is not None
-    later = residency(policy(), known=saved)  # affinity comes in by a rule, perhaps
+    later = residency(policy(), profile=saved)  # affinity comes in by a rule, perhaps
     later.cache.predictor.use("affinity")
     found = later.cache.predictor.affinity
     assert found is not None
@@ -301,17 +301,19 @@ def test_what_was_learned_is_saved_and_known_the_next_time() -> None:
     foreign = ActivationProfile(model={}, num_layers=LAYERS, num_experts=EXPERTS)
     foreign.transitions = saved.transitions
     with pytest.raises(ConfigError, match="this model needs"):
-        Residency(asked, num_layers=LAYERS, num_experts=EXPERTS + 1, known=None).cache.predictor.know(saved.transitions)
+        Residency(asked, num_layers=LAYERS, num_experts=EXPERTS + 1, profile=None).cache.predictor.know(
+            saved.transitions
+        )
 
 
 def test_placement_follows_the_mode_in_force() -> None:
     run = residency(policy(schedule=ScheduleRules(mode="gpu_only", offload_threshold_ms=1.0, priority_routing=True)))
     costs = {"fetch_s": 0.01, "cpu_s": np.array([0.001, 0.5])}
-    assert run.place(np.array([1, 9]), **costs).fetched.tolist() == [1, 0]
+    assert run.place_missing(np.array([1, 9]), **costs).fetched.tolist() == [1, 0]
     run.controls.do(Action(kind="set", name="schedule_mode", value="hybrid"))
-    found = run.place(np.array([1, 9]), **costs)
+    found = run.place_missing(np.array([1, 9]), **costs)
     assert (found.fetched.tolist(), found.computed.tolist()) == ([1], [0])
-    assert run.place(np.array([1, 9]), fetch_s=0.0005, cpu_s=costs["cpu_s"]).computed.size == 0
+    assert run.place_missing(np.array([1, 9]), fetch_s=0.0005, cpu_s=costs["cpu_s"]).computed.size == 0
 
 
 def test_stats_are_json() -> None:

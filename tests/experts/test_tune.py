@@ -40,11 +40,11 @@ def seconds(rows, chosen: ExpertPolicy, machine) -> float:  # type: ignore[no-un
 
 def test_more_memory_is_on_the_front_only_where_it_is_faster() -> None:
     found = tune_policy(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
-    assert [each.outcome.slots for each in found.found] == [LAYERS * count for count in (4, 8, 16, 20)]
+    assert [each.outcome.slots for each in found.candidates] == [LAYERS * count for count in (4, 8, 16, 20)]
     times = [each.outcome.total_s or 0.0 for each in found.front]
     assert times == sorted(times, reverse=True) and found.best is found.front[-1]
     assert found == tune_policy(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
-    for each in found.found:
+    for each in found.candidates:
         assert seconds(ROWS, each.policy, LAPTOP) == pytest.approx(each.outcome.total_s)
         plain = policy(each.outcome.slots)
         assert each.outcome.total_s is not None and each.outcome.total_s <= seconds(ROWS, plain, LAPTOP)

@@ -12,7 +12,7 @@ from moelight.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, MIXED_FLOAT16, DTyp
 from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.footprint import Footprint, footprint, kv_blocks, pass_tokens, pinned_slots, ring_slots
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import dense_tensors, pages
 from tests.shapes import examples, placed, small_model, small_policy
@@ -38,7 +38,7 @@ def test_every_purpose_is_announced_once_and_tiers_sum(case: tuple[ModelProfile,
 @given(case=placed())
 def test_pages_and_rings_have_the_slots_they_need(case: tuple[ModelProfile, Policy]) -> None:
     model, policy = case
-    taken, placement = of(model, policy), place(model, policy)
+    taken, placement = of(model, policy), place_pages(model, policy)
     slot, on_host = costs.page_slot_bytes(model, FLOAT32), len(placement.on("host"))
     assert slot >= costs.page_bytes(model, FLOAT32)
     assert slot % costs.PAGE_ALIGNMENT == 0

@@ -18,7 +18,7 @@ from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import cost_model_of, cost_of
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.pass_cost import PassCost, PlacementCounts
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.hrm.task_cost import MicroBatchLoad, PassCosts
 from moelight.hrm.workload_model import decode_pass
 from moelight.profiles.hardware import load_hardware_profile
@@ -90,7 +90,9 @@ def test_a_gpu_takes_pages_as_they_are_stored() -> None:
 
 def test_the_virtual_clock_counts_the_memory_that_is_touched() -> None:
     cost_model = models(BY_COLUMNS)
-    prices = PassCosts(cost_model, place(cost_model.model, PLAIN), [MicroBatchLoad(decode_tokens=4.0, context=64.0)])
+    prices = PassCosts(
+        cost_model, place_pages(cost_model.model, PLAIN), [MicroBatchLoad(decode_tokens=4.0, context=64.0)]
+    )
     page = cost_model.page_bytes()
     found = prices(Task(kind=TaskKind.READ_PAGE, lane=Lane.DISK, layer=1, micro_batch=-1, bytes=page))
     assert found.dram_bytes == (1 + costs.REPACKING_PASSES) * page

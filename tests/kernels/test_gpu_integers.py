@@ -73,7 +73,7 @@ def test_rows_are_rounded_as_tokens_are(name: str, dtype: torch.dtype, device: t
     found = round_rows(x.to(device), stored, tokens.to(device))
     numbers, scales = round_tokens(x[tokens], found.group)
     groups = scales.shape[1]
-    all_numbers, all_scales = found.numbers.cpu().int(), found.scales.cpu().nan_to_num(-1.0)
+    all_numbers, all_scales = found.values.cpu().int(), found.scales.cpu().nan_to_num(-1.0)
     assert torch.equal(all_numbers[:, : groups * found.group].view(numbers.shape), numbers)
     assert torch.equal(all_scales[:, :groups], scales.nan_to_num(-1.0))
     assert not all_numbers[:, groups * found.group :].any() and not all_scales[:, groups:].any()

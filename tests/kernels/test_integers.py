@@ -88,13 +88,13 @@ def test_whole_numbers_are_those_of_the_matrix() -> None:
         weight = matrix(stored, *sizes(name, 40, 200))
         found = whole_numbers(weight)
         group, part = (torch.arange(weight.columns) // each for each in (found.group, found.part))
-        numbers = found.whole * found.scales[:, group]
+        numbers = found.values * found.scales[:, group]
         if found.steps is not None:
             numbers = numbers * found.steps[:, part]
         if found.lows is not None and found.least is not None:
             numbers = numbers - found.lows[:, part] * found.least[:, group]
         torch.testing.assert_close(numbers, dense_values(weight, torch.float32), rtol=1e-6, atol=1e-5)
-        assert found.whole.abs().max() < 1 << 9 and found.group % found.part == 0
+        assert found.values.abs().max() < 1 << 9 and found.group % found.part == 0
     x = generator(0)(5, 200)
     numbers, scales = round_tokens(x, 64)
     near = (numbers * scales.unsqueeze(-1)).flatten(1)[:, :200]

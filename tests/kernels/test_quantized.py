@@ -21,7 +21,7 @@ GGML = sorted(name for name, stored in GGML_FORMATS.items() if stored.key == "gg
 
 def in_blocks(stored: Format, parts: dict[str, Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """All numbers, put together from blocks of a size that ends inside words and groups."""
-    blocks = [block for _, block in row_blocks(stored, parts, rows, columns, most=13, dtype=dtype)]
+    blocks = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=dtype)]
     assert all(len(block) <= 13 for block in blocks)
     return torch.cat(blocks)
 

@@ -17,7 +17,7 @@ from moelight.hrm.cost_model import CostModel
 from moelight.hrm.estimate import job_s
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, page_slots
 from moelight.hrm.pass_cost import PlacementCounts
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.optimizer.problem import Problem, kv_tokens
 from moelight.profiles.model import ModelProfile
 from moelight.scheduler.layout import EXPERT_PLACES
@@ -202,6 +202,6 @@ def _slots(
     shares = Shares(device=0.0 if ffn == "cpu" else resident / total, host=host / total, disk=from_disk / total)
     policy = Policy(model="m", ffn_device=ffn, weights=shares, cpu_experts=computed / total, ring_pages=ring_pages)
     slots = {"device": 0, "host": 0}
-    for _, tier, count in page_slots(place(model, policy)):
+    for _, tier, count in page_slots(place_pages(model, policy)):
         slots[tier] += count
     return slots["device"], slots["host"]

@@ -17,7 +17,7 @@ from moelight.engine.batcher import MicroBatchPlan as Carried
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.footprint import kv_blocks
 from moelight.hrm.machine_model import Speeds
-from moelight.hrm.placement import place
+from moelight.hrm.placement import place_pages
 from moelight.hrm.task_cost import MicroBatchLoad, PassCosts
 from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Rest
 from moelight.paging.kv import BlockPool
@@ -58,7 +58,7 @@ class Played:
         batcher.add(_generations(self.lengths))
         cost_model, placement = (
             cost_model_of(self.model, self.policy, self.speeds, BFLOAT16),
-            place(self.model, self.policy),
+            place_pages(self.model, self.policy),
         )
         prefetched, number = 0, 0
         while batcher.busy and number < passes:

@@ -199,7 +199,7 @@ def test_a_tokens_key_and_value_lie_side_by_side(dtype: torch.dtype) -> None:
     spec, slots = model.attention, 5 * policy.kv_block_size
     name = str(dtype).removeprefix("torch.")
     arena = torch.zeros(5 * kv_block_bytes(model, policy, DTYPES[name]), dtype=torch.uint8)
-    cache = [rows.numbers for rows in token_cache(arena, [spec] * 3, slots=slots, dtype=DTYPES[name])]
+    cache = [rows.values for rows in token_cache(arena, [spec] * 3, slots=slots, dtype=DTYPES[name])]
     for layer in range(3):
         assert cache[layer].shape == (slots, 2, spec.num_kv_heads, spec.head_dim)
         assert cache[layer].is_contiguous()
@@ -229,7 +229,7 @@ def test_codes_and_scales_of_an_int8_cache_share_no_byte(paged: bool) -> None:
         assert {part.shape for part in scales} == {(blocks, heads, size)}
     else:
         rows = token_cache(arena, [spec] * 3, slots=blocks * size, dtype=INT8)
-        codes, scales = [each.numbers for each in rows], [require(each.scales) for each in rows]
+        codes, scales = [each.values for each in rows], [require(each.scales) for each in rows]
         assert {part.shape for part in codes} == {(blocks * size, 2, heads, spec.head_dim)}
         assert {part.shape for part in scales} == {(blocks * size, 2, heads)}
     for number, (code, scale) in enumerate(zip(codes, scales, strict=True), start=1):

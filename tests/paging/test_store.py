@@ -15,7 +15,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Buffer, Page
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint, offloaded_pages
-from moelight.hrm.placement import Placement, moved, place, slot_table
+from moelight.hrm.placement import Placement, moved, place_pages, slot_table
 from moelight.paging.arena import allocate
 from moelight.paging.store import PageStore
 from moelight.profiles.model import ModelProfile
@@ -38,7 +38,7 @@ def fill(page: Page, slot: Tensor, begin: int = 0) -> None:
 def open_store(
     model: ModelProfile, policy: Policy, *, part_bytes: int = costs.PART_BYTES
 ) -> tuple[PageStore, Placement, dict[str, Tensor]]:
-    placement = place(model, policy)
+    placement = place_pages(model, policy)
     arenas = allocate(footprint(model, policy, dtype=FLOAT32), CPU)
     store = PageStore(
         arenas,
@@ -150,7 +150,7 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
     """Files are read into host memory; what lives on another device is copied there."""
     model = small_model()
     policy = small_policy(model, discrete=True, resident=5, host=3)
-    placement = place(model, policy)
+    placement = place_pages(model, policy)
     size, slot = costs.page_bytes(model, FLOAT32), costs.page_slot_bytes(model, FLOAT32)
     arenas = {
         "experts": torch.empty(5 * slot, dtype=torch.uint8, device="meta"),
@@ -184,7 +184,7 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
 def learned_store(model: ModelProfile, policy: Policy) -> tuple[PageStore, Placement]:
     store, _, _ = open_store(model, replace(policy, residents="learned"))
     store.load(fill)
-    return store, place(model, replace(policy, residents="learned"))
+    return store, place_pages(model, replace(policy, residents="learned"))
 
 
 def test_a_resident_page_with_a_copy_in_host_memory_is_loaded_into_both() -> None:

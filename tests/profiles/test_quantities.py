@@ -37,7 +37,7 @@ from tests.shapes import examples
     ],
 )
 def test_values_with_and_without_units(quantity: Quantity, written: str | float, value: float) -> None:
-    assert quantity.parse(written, what="x") == value
+    assert quantity.parse(written, label="x") == value
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_values_with_and_without_units(quantity: Quantity, written: str | float,
 )
 def test_anything_else_is_refused_by_name(quantity: Quantity, written: str | float) -> None:
     with pytest.raises(ConfigError, match=r"tiers\.host"):
-        quantity.parse(written, what="tiers.host")
+        quantity.parse(written, label="tiers.host")
 
 
 def test_short_spellings() -> None:
@@ -101,4 +101,4 @@ def read_number(text: str, quantity: Quantity) -> float:
             value = float(text)
         except ValueError:
             value = text
-    return quantity.parse(value, what="x")
+    return quantity.parse(value, label="x")

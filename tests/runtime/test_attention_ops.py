@@ -41,7 +41,7 @@ def chunks() -> list[Chunk]:
     for start, count, decodes in LENGTHS:
         blocks = [next(free) for _ in range(-(-(start + count) // BLOCK))]
         ids = () if decodes else (7,) * count
-        found.append(Chunk(token_ids=ids, start=start, blocks=blocks, place=0, samples=True, decodes=decodes))
+        found.append(Chunk(token_ids=ids, start=start, blocks=blocks, slot=0, samples=True, decodes=decodes))
     return found
 
 
@@ -191,9 +191,9 @@ def test_the_device_attends_in_layers_that_differ(on_host: int, kv_dtype: str) -
     def write(layer: int, rows: tuple[Tensor, Tensor], where: Tensor) -> None:
         for cache, mine, first in ((caches[0], where < host_slots, 0), (caches[1], where >= host_slots, host_slots)):
             if specs[layer].latent is not None:
-                cache[layer].numbers[:, 0].index_copy_(0, where[mine] - first, rows[1][mine])
+                cache[layer].values[:, 0].index_copy_(0, where[mine] - first, rows[1][mine])
             else:
-                into, scales = cache[layer].numbers, cache[layer].scales
+                into, scales = cache[layer].values, cache[layer].scales
                 append_in_torch(rows[0][mine], rows[1][mine], into, where[mine] - first, cache_scale=scales)
 
     for layer, history in enumerate(histories):
@@ -218,7 +218,7 @@ def test_the_device_attends_in_layers_that_differ(on_host: int, kv_dtype: str) -
         _, keys, values = history.given()
         for slot, key, value in zip(mb.cache_slots.tolist(), keys, values, strict=True):
             rows, at = (caches[0][layer], slot) if slot < host_slots else (caches[1][layer], slot - host_slots)
-            kept = rows.numbers[at]
+            kept = rows.values[at]
             new = {0: key, -1: value} if specs[layer].latent is None else {-1: value}
             for which, numbers in new.items():
                 wanted, factors = reference.quantise(numbers) if rows.scales is not None else (numbers, None)

@@ -126,7 +126,7 @@ def test_a_slow_machine_leaves_out_the_last_gauges_but_never_the_first(clock: Si
 
 
 def test_the_pool_is_written_and_walked_round(pool: Pool) -> None:
-    assert pool.numbers.count_nonzero() > 0.99 * pool.numbers.numel()
+    assert pool.buffer.count_nonzero() > 0.99 * pool.buffer.numel()
     assert pool.holds((1024, 1024)) and not pool.holds((2048, 1024))
     groups = pool.groups((100, 7), (50, 3))
     seen = {first.data_ptr() for first, second in itertools.islice(groups, 20_000)}
@@ -134,7 +134,7 @@ def test_the_pool_is_written_and_walked_round(pool: Pool) -> None:
     first, second = next(groups)
     assert first.shape == (100, 7) and second.shape == (50, 3)
     assert second.data_ptr() == first.data_ptr() + first.nbytes
-    start = pool.numbers.data_ptr()
+    start = pool.buffer.data_ptr()
     assert all(start <= pointer <= start + pool.nbytes - first.nbytes for pointer in seen)
 
 

@@ -79,9 +79,9 @@ def test_every_new_token_goes_to_one_side(chunks: list[Chunk], host_blocks: int)
     down = every if added.host_rows is None else added.host_rows
     stay = every if added.device_rows is None else added.device_rows
     if added.device_slots is None:
-        assert added.there == 0 and len(down) == len(slots)
+        assert added.device_count == 0 and len(down) == len(slots)
     else:
-        assert added.there == len(stay) > 0
+        assert added.device_count == len(stay) > 0
         assert torch.equal(slots[stay] - host_slots, added.device_slots)
         assert torch.equal(torch.cat([down, stay]).sort().values, every)
     assert torch.equal(slots[down], added.host_slots)
@@ -95,7 +95,7 @@ def pack_slots(chunks: list[Chunk]) -> torch.Tensor:
 
 
 def decoding(blocks: list[int]) -> Chunk:
-    return Chunk(token_ids=[], start=40, blocks=blocks, place=0, samples=True, decodes=True)
+    return Chunk(token_ids=[], start=40, blocks=blocks, slot=0, samples=True, decodes=True)
 
 
 def test_blocks_that_follow_each_other_move_in_one_piece() -> None:

@@ -99,7 +99,7 @@ def test_a_failure_is_told_once_and_ends_recording(caplog: pytest.LogCaptureFixt
 
 def test_too_many_graphs_are_dropped_when_none_runs() -> None:
     recorder, layer = TwinRecorder(), Layer()
-    graphs, given = Graphs(recorder, rows=ROWS, most=2), torch.ones(1, 3)
+    graphs, given = Graphs(recorder, rows=ROWS, max_graphs=2), torch.ones(1, 3)
     for key in "aabbcc":
         layer.run(graphs, given, key=key)
     assert (recorder.recorded, recorder.finished) == (3, 1)
@@ -112,7 +112,7 @@ def test_too_many_graphs_are_dropped_when_none_runs() -> None:
 
 
 def test_a_pass_is_served_where_every_task_can_have_its_graph() -> None:
-    graphs = Graphs(TwinRecorder(), rows=ROWS, most=GRAPHS_PER_LAYER * 4 * 3)
+    graphs = Graphs(TwinRecorder(), rows=ROWS, max_graphs=GRAPHS_PER_LAYER * 4 * 3)
     assert graphs.serves(rows=ROWS, micro_batches=3, layers=4)
     assert not graphs.serves(rows=ROWS + 1, micro_batches=3, layers=4)
     assert not graphs.serves(rows=ROWS, micro_batches=4, layers=4)

@@ -34,7 +34,7 @@ def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
         samples = draw(st.booleans())
         place = len(made) * 3 + 1
         ids = [] if decodes else ids
-        made.append(Chunk(token_ids=ids, start=start, blocks=blocks, place=place, samples=samples, decodes=decodes))
+        made.append(Chunk(token_ids=ids, start=start, blocks=blocks, slot=place, samples=samples, decodes=decodes))
     return made
 
 
@@ -69,15 +69,15 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
     assert prompts == (0 if mb.packed is None else len(mb.packed[2]))
     assert mb.decoding == singles
     assert mb.sample_rows.tolist() == sampled
-    assert mb.sample_places.tolist() == [chunk.place for chunk in given_chunks if chunk.samples]
-    assert mb.places.tolist() == [chunk.place for chunk in given_chunks if chunk.decodes]
+    assert mb.sample_places.tolist() == [chunk.slot for chunk in given_chunks if chunk.samples]
+    assert mb.places.tolist() == [chunk.slot for chunk in given_chunks if chunk.decodes]
     assert mb.sampled.numel() == len(sampled)
     assert not sampled or mb.sampled.data_ptr() == ROOM.data_ptr()
     assert mb.cache_slots.unique().numel() == total, "no two tokens share a place in the cache"
 
 
 def test_types_are_those_the_kernels_want() -> None:
-    chunk = Chunk(token_ids=[], start=17, blocks=[3, 1], place=2, samples=True, decodes=True)
+    chunk = Chunk(token_ids=[], start=17, blocks=[3, 1], slot=2, samples=True, decodes=True)
     mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(1, 8), sampled=ROOM, crossing=None, prefill_only=True)
     assert (mb.token_ids.dtype, mb.positions.dtype, mb.cache_slots.dtype) == (torch.int64,) * 3
     assert (mb.block_tables.dtype, mb.seq_lens.dtype) == (torch.int32, torch.int32)
@@ -86,7 +86,7 @@ def test_types_are_those_the_kernels_want() -> None:
 
 
 def test_a_micro_batch_of_prompts_alone_has_no_tables() -> None:
-    chunk = Chunk(token_ids=[5, 6], start=0, blocks=[3], place=0, samples=False, decodes=False)
+    chunk = Chunk(token_ids=[5, 6], start=0, blocks=[3], slot=0, samples=False, decodes=False)
     mb = pack([chunk], block_size=BLOCK, hidden=torch.zeros(2, 8), sampled=ROOM, crossing=None, prefill_only=False)
     assert mb.decoding == 0
     assert mb.block_tables.shape[0] == 0
@@ -95,8 +95,8 @@ def test_a_micro_batch_of_prompts_alone_has_no_tables() -> None:
 
 def test_index_tensors_land_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card is played by what torch does for it: pinned memory and the copy."""
-    one = Chunk(token_ids=[], start=20, blocks=[3, 1], place=2, samples=True, decodes=True)
-    two = Chunk(token_ids=[5, 6, 7], start=15, blocks=[4, 0], place=1, samples=True, decodes=False)
+    one = Chunk(token_ids=[], start=20, blocks=[3, 1], slot=2, samples=True, decodes=True)
+    two = Chunk(token_ids=[5, 6, 7], start=15, blocks=[4, 0], slot=1, samples=True, decodes=False)
     mb = pack([one, two], block_size=BLOCK, hidden=torch.zeros(4, 8), sampled=ROOM, crossing=None, prefill_only=False)
     mb.added = find_added(mb.cache_slots, host_slots=2 * BLOCK)
     form = PromptForm(tile_tokens=2, most_tokens=9)

@@ -14,7 +14,7 @@ from moelight.core.dtypes import FLOAT32
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.hrm import costs
 from moelight.hrm.costs import PAGE_ALIGNMENT
-from moelight.hrm.placement import moved, place
+from moelight.hrm.placement import moved, place_pages
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.profiles.tensor_list import pages
 from moelight.scheduler import SCHEDULES
@@ -169,7 +169,7 @@ def uneven(draw: st.DrawFn, builder: str) -> Layout:
         host_pages=draw(st.sampled_from(["staged", "pinned"])),
         residents="learned",
     )
-    before = place(model, policy)
+    before = place_pages(model, policy)
     assume(before.streamed)
     order = draw(st.permutations(list(before.tiers)))
     part_bytes = draw(st.sampled_from((1, 2))) * PAGE_ALIGNMENT

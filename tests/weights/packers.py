@@ -22,7 +22,7 @@ def same_bits(found: Tensor, wanted: Tensor) -> None:
 
 def numbers(matrix: StoredMatrix, *, most: int = 256) -> Tensor:
     """All numbers of ``matrix``, unpacked in blocks of ``most`` rows."""
-    blocks = row_blocks(matrix.stored, matrix.read(), matrix.rows, matrix.columns, most=most)
+    blocks = row_blocks(matrix.stored, matrix.read(), matrix.rows, matrix.columns, max_rows=most)
     return torch.cat([block for _, block in blocks])
 
 

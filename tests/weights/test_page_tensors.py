@@ -20,7 +20,7 @@ def test_floats_by_columns_are_transposed(rows: int, columns: int) -> None:
         for name, shape in (("up", (columns, rows)), ("down", (columns, rows)))
     )
     layout = PageLayout(
-        numbers=2 * count,
+        elements=2 * count,
         up=StridedMatrix(offset=0, shape=(rows, columns), strides=(1, rows)),
         down=StridedMatrix(offset=count, shape=(columns, rows), strides=(rows, 1)),
     )

@@ -96,7 +96,7 @@ def test_compressed_tensors_numbers(name: str) -> None:
     parts = {f".{suffix}": part for suffix, part in written.items()}
     assert {part.suffix for part in stored.tensors(ROWS, COLUMNS)} == parts.keys()
     assert stored.bytes_for(ROWS, COLUMNS) == sum(part.nbytes for part in parts.values())
-    found = torch.cat([block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, most=13, dtype=wanted.dtype)])
+    found = torch.cat([block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=wanted.dtype)])
     same_bits(found, wanted)
     assert (found.float() - weight.float()).abs().mean() < 0.5 or zero is not None
 
@@ -114,7 +114,7 @@ def test_awq_numbers_are_those_of_the_converter() -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     inner = {name.removeprefix("x."): part for name, part in theirs.items()}
     wanted = BaseCompressor.get_value_from_registry("pack-quantized").decompress(inner, scheme)["weight"]
-    found = [block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, most=13, dtype=torch.float16)]
+    found = [block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=torch.float16)]
     same_bits(torch.cat(found), wanted)
 
 
@@ -133,11 +133,11 @@ def test_fp8_in_blocks_is_what_transformers_dequantises(scale: torch.dtype) -> N
     assert {part.suffix: part.shape for part in stored.tensors(rows, columns)} == {
         suffix: tuple(part.shape) for suffix, part in parts.items()
     }
-    found = [each for _, each in row_blocks(stored, parts, rows, columns, most=13, dtype=wanted.dtype)]
+    found = [each for _, each in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=wanted.dtype)]
     same_bits(torch.cat(found), wanted)
     if scale == torch.float8_e8m0fnu:  # the same bytes under another name
         parts[".weight_scale_inv"] = scales.view(torch.uint8)
-        found = [each for _, each in row_blocks(stored, parts, rows, columns, most=13, dtype=wanted.dtype)]
+        found = [each for _, each in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=wanted.dtype)]
         same_bits(torch.cat(found), wanted)
 
 
@@ -145,7 +145,7 @@ def test_blocks_at_the_edges_of_an_fp8_matrix_are_smaller() -> None:
     stored, rows, columns = fp8(block=(128, 128), scale="F32"), 200, 130
     scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     parts = {".weight": torch.ones(rows, columns).to(torch.float8_e4m3fn), ".weight_scale_inv": scales}
-    found = torch.cat([block for _, block in row_blocks(stored, parts, rows, columns, most=50)])
+    found = torch.cat([block for _, block in row_blocks(stored, parts, rows, columns, max_rows=50)])
     assert found[:128, :128].unique().tolist() == [1.0] and found[128:, 128:].unique().tolist() == [8.0]
     assert found[:128, 128:].unique().tolist() == [2.0] and found[128:, :128].unique().tolist() == [4.0]
 
@@ -162,7 +162,7 @@ def test_mxfp4_of_gpt_oss_is_what_transformers_dequantises() -> None:
     assert stored.bytes_for(rows, columns) * experts == blocks.nbytes + scales.nbytes
     for expert in range(experts):
         parts = {"_blocks": blocks[expert], "_scales": scales[expert]}
-        found = [block for _, block in row_blocks(stored, parts, rows, columns, most=13, dtype=torch.bfloat16)]
+        found = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=torch.bfloat16)]
         same_bits(torch.cat(found), wanted[expert].contiguous())
 
 

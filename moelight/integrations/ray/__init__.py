@@ -141,10 +141,10 @@ def _setup(
     from moelight.integrations.ray.worker import WorkerSetup
     from moelight.profiles.policy_files import load_policy
 
-    known = [each.name for each in fields(EngineOptions)]
+    names = [field.name for field in fields(EngineOptions)]
     for name in plan:
-        if name not in known:
-            raise ConfigError(f"build_processor: unknown option {name!r}{did_you_mean(name, known)}")
+        if name not in names:
+            raise ConfigError(f"build_processor: unknown option {name!r}{did_you_mean(name, names)}")
     if policy is not None and not isinstance(policy, Policy):
         policy = load_policy(Path(policy))
     if not isinstance(sampling, SamplingParams):
@@ -191,7 +191,8 @@ class _Postprocess:
 
 
 def _takes() -> dict[str, Any]:
-    """What an engine takes of its node: a GPU, or all CPUs but one, which is for the other stages."""
+    """Return the resources of a node that an engine reserves: a GPU, or all CPUs but one, which is for the other
+    stages."""
     import ray
 
     if not ray.is_initialized():
@@ -209,9 +210,9 @@ def _slots(remote: Mapping[str, Any]) -> int:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if remote.get("num_gpus"):
         return max(1, sum(int(node.get("GPU", 0) // remote["num_gpus"]) for node in nodes))
-    each = remote.get("num_cpus", 1)
-    count = sum(int(node.get("CPU", 0) // each) for node in nodes)
-    return max(1, count - (count * each >= sum(node.get("CPU", 0) for node in nodes)))
+    cpus = remote.get("num_cpus", 1)
+    count = sum(int(node.get("CPU", 0) // cpus) for node in nodes)
+    return max(1, count - (count * cpus >= sum(node.get("CPU", 0) for node in nodes)))
 
 
 class EngineStage:
@@ -283,8 +284,8 @@ def _fail(future: asyncio.Future[DataRow], error: Exception) -> None:
 def _request(row: DataRow) -> DataRow:
     """The fields of a simple row; columns that are null are absent."""
     sampling = row.get(_SAMPLING) or {}
-    given = {name: row[name] for name in _PROMPTS if row.get(name) is not None}
-    return {**{name: value for name, value in sampling.items() if value is not None}, **given}
+    prompt = {name: row[name] for name in _PROMPTS if row.get(name) is not None}
+    return {**{name: value for name, value in sampling.items() if value is not None}, **prompt}
 
 
 def _columns(answer: DataRow) -> DataRow:
@@ -292,10 +293,10 @@ def _columns(answer: DataRow) -> DataRow:
     error, usage = answer.get("error"), answer.get("usage", {})
     choices = answer.get("choices") or ([answer] if "text" in answer else [])
     first = choices[0] if choices else {}
-    error = error or next((each["error"] for each in choices if "error" in each), None)
+    error = error or next((choice["error"] for choice in choices if "error" in choice), None)
     return {
         "generated_text": first.get("text", ""),
-        "generated_texts": [each["text"] for each in choices],
+        "generated_texts": [choice["text"] for choice in choices],
         "generated_tokens": first.get("token_ids", []),
         "finish_reason": first.get("finish_reason", ""),
         "num_input_tokens": usage.get("prompt_tokens", 0),

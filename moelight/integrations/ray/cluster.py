@@ -80,7 +80,7 @@ _LONGEST_REASON = 300
 class ActorLost:
     """The reason why a call got no answer. ``died``: the process ended by itself and its node did not."""
 
-    why: str
+    reason: str
     died: bool
 
 
@@ -95,7 +95,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         # Ray replaces the handlers of the process; a job ends by its own.
-        before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+        before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._connect()
         except Exception as error:  # noqa: BLE001 (Ray raises plain ones)
@@ -122,12 +122,12 @@ class Cluster:
         )
 
     def _refusal(self, error: Exception) -> str:
-        why = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]
         if self.options.address != LOCAL:
-            return f"--ray {self.options.address}: no cluster can be reached there ({why})"
-        if "timed out during startup" in why:  # Ray has no option for it
-            why = "Ray gives its node 30 s to start, and other work has the cores of this machine"
-        return f"--ray local: no cluster starts here ({why}); try again, or `ray start --head` and --ray auto"
+            return f"--ray {self.options.address}: no cluster can be reached there ({reason})"
+        if "timed out during startup" in reason:  # Ray has no option for it
+            reason = "Ray gives its node 30 s to start, and other work has the cores of this machine"
+        return f"--ray local: no cluster starts here ({reason}); try again, or `ray start --head` and --ray auto"
 
     def __exit__(self, *error: object) -> None:
         self._ray.shutdown()
@@ -162,10 +162,10 @@ class Cluster:
                 first[host] += max(1, int(cpus))
         return slots[: options.engines]
 
-    def ask_for_more(self, found: int) -> None:
+    def ask_for_more(self, num_slots: int) -> None:
         """Ask a cluster that scales for the engines that have no slot."""
         wanted = self.options.engines or 0
-        if wanted <= found or wanted == self._asked or self.options.address == LOCAL:
+        if wanted <= num_slots or wanted == self._asked or self.options.address == LOCAL:
             return
         self._asked = wanted
         options = self.options
@@ -207,7 +207,7 @@ class Cluster:
 
     def is_alive(self, node: str) -> bool:
         """True if a node has not left the cluster."""
-        return any(each["NodeID"] == node and each["Alive"] for each in self._ray.nodes())
+        return any(info["NodeID"] == node and info["Alive"] for info in self._ray.nodes())
 
     def show(self, figures: Mapping[str, Mapping[str, float]]) -> None:
         """Figures by name and engine, as metrics of Ray's dashboard and of its Prometheus endpoints."""
@@ -226,23 +226,23 @@ class Cluster:
         try:
             return self._ray.get(call)
         except exceptions.RayTaskError as error:
-            return ActorLost(why=" ".join(str(error.cause).split()), died=False)
+            return ActorLost(reason=" ".join(str(error.cause).split()), died=False)
         except exceptions.ActorUnavailableError as error:
-            return ActorLost(why=_short(error), died=False)
+            return ActorLost(reason=_short(error), died=False)
         except exceptions.RayActorError as error:
-            return ActorLost(why=_short(error), died=not getattr(error, "preempted", False))
+            return ActorLost(reason=_short(error), died=not getattr(error, "preempted", False))
         except exceptions.RayError as error:
-            return ActorLost(why=_short(error), died=False)
+            return ActorLost(reason=_short(error), died=False)
 
     def _suits(self, node: Mapping[str, Any]) -> bool:
-        given, labels = node["Resources"], node.get("Labels", {})
-        enough = all(given.get(name, 0) >= amount for name, amount in self.options.resources.items())
+        resources, labels = node["Resources"], node.get("Labels", {})
+        enough = all(resources.get(name, 0) >= amount for name, amount in self.options.resources.items())
         return enough and all(labels.get(name) == value for name, value in self.options.labels.items())
 
     def _parts(self, node: Mapping[str, Any]) -> tuple[int, float, float]:
         """The slots of a node: their number, and the CPUs and GPUs of each."""
-        options, given = self.options, node["Resources"]
-        cpus, gpus = float(given.get("CPU", 0)), float(given.get("GPU", 0))
+        options, resources = self.options, node["Resources"]
+        cpus, gpus = float(resources.get("CPU", 0)), float(resources.get("GPU", 0))
         each_gpus = options.num_gpus if options.num_gpus is not None else float(gpus >= 1)
         if each_gpus:
             count = int(gpus // each_gpus)
@@ -251,7 +251,7 @@ class Cluster:
         else:
             count = (options.engines or 1) if options.address == LOCAL else 1
         for name, amount in options.resources.items():
-            count = min(count, int(given.get(name, 0) // amount))
+            count = min(count, int(resources.get(name, 0) // amount))
         each_cpus = options.num_cpus or (cpus // count if count else 0.0)
         count = min(count, int(cpus // each_cpus)) if each_cpus else 0
         return count, each_cpus, each_gpus
@@ -260,6 +260,6 @@ class Cluster:
 def _short(error: Exception) -> str:
     """The reason of a lost actor in one line, without guesses at root causes and advice."""
     text = " ".join(str(error).split())
-    _, found, reason = text.partition("The actor is dead because ")
-    reason = _GUESSES.split(reason if found else text)[0].strip()
+    _, separator, reason = text.partition("The actor is dead because ")
+    reason = _GUESSES.split(reason if separator else text)[0].strip()
     return textwrap.shorten(reason, _LONGEST_REASON, placeholder=" …").rstrip(".")

@@ -63,7 +63,7 @@ _END_S = 600.0  # for the last pass of an engine that is told to end
 
 @dataclass(kw_only=True, slots=True)
 class _SlotState:
-    """What happened to the engines of a slot; ``refused`` is why none can be there."""
+    """The history of the engines of a slot; ``refused`` is the reason why none can run there."""
 
     slot: EngineSlot
     failures: int = 0
@@ -131,28 +131,28 @@ def plan_on(options: ClusterOptions, *, worker: type[EngineWorker] = EngineWorke
             setup = setup_of(prepared, workload, engines=len(slots), shown=False)
             actors = [cluster.start(slot, setup) for slot in slots]
             calls = {actor.plan.remote(): slot for actor, slot in zip(actors, slots, strict=True)}
-            found: dict[str, Any] = {}
+            answers: dict[str, Any] = {}
             while calls:
                 for call, answer in cluster.answers(list(calls), 1.0):
-                    found[calls.pop(call).name] = answer
-        if not found:
+                    answers[calls.pop(call).name] = answer
+        if not answers:
             raise ConfigError(f"--ray {options.address}: no node has what an engine takes")
-        return _forecasts(found, summary)
+        return _forecasts(answers, summary)
 
     return plan
 
 
-def _forecasts(found: Mapping[str, Any], summary: ScanSummary) -> tuple[EngineForecast, ...]:
-    plans = {name: plan for name, plan in found.items() if isinstance(plan, EnginePlan)}
+def _forecasts(answers: Mapping[str, Any], summary: ScanSummary) -> tuple[EngineForecast, ...]:
+    plans = {name: plan for name, plan in answers.items() if isinstance(plan, EnginePlan)}
     weight = 1 + PROMPT_WEIGHT * summary.prompt_tokens / max(1, summary.generated_tokens)
     speeds = {name: plan.tokens_per_s / weight for name, plan in plans.items()}
     total = sum(speeds.values())
     forecasts = []
-    for name, answer in sorted(found.items()):
+    for name, answer in sorted(answers.items()):
         plan = plans.get(name)
         if plan is None:
-            why = answer.why if isinstance(answer, ActorLost) else str(answer)
-            forecasts.append(EngineForecast(name=name, refused=why))
+            reason = answer.reason if isinstance(answer, ActorLost) else str(answer)
+            forecasts.append(EngineForecast(name=name, refused=reason))
             continue
         share = speeds[name] / total if total else 1 / len(plans)
         forecasts.append(
@@ -163,7 +163,7 @@ def _forecasts(found: Mapping[str, Any], summary: ScanSummary) -> tuple[EngineFo
                 tokens_per_s=speeds[name],
                 binding=plan.binding,
                 seconds=share * summary.generated_tokens / speeds[name] if speeds[name] else None,
-                why=plan.why,
+                why=plan.summary,
             )
         )
     return tuple(forecasts)
@@ -172,7 +172,7 @@ def _forecasts(found: Mapping[str, Any], summary: ScanSummary) -> tuple[EngineFo
 def setup_of(
     prepared: JobInput, workload: Workload, *, engines: int, shown: bool, chosen: Mapping[str, str] | None = None
 ) -> WorkerSetup:
-    """What the engines of a job need, if there are ``engines`` of them and ``chosen`` is what was left to a planner."""
+    """Return the setup of the ``engines`` engines of a job; ``chosen``: the choices left to the planner."""
     options: JobOptions = prepared.options
     kv_dtype = options.kv_dtype if chosen is None else chosen["kv_dtype"]
     template = options.chat_template
@@ -181,7 +181,7 @@ def setup_of(
         format=prepared.source.format.name,
         facts=prepared.facts,
         workload=_shared(workload, engines),
-        chat_template=None if template is None else read_bytes(template, most=MOST_TOKENIZER_BYTES),
+        chat_template=None if template is None else read_bytes(template, max_bytes=MOST_TOKENIZER_BYTES),
         shown=shown,
         traced=options.trace is not None,
     )
@@ -218,7 +218,7 @@ class ClusterJob:
     def run(self, interrupt: Interrupt) -> JobAnswers:
         """Lease rows and take results until all are done, or the job is interrupted."""
         job, book = self._job, self._book
-        job.told.started(job_start(job, why=f"on Ray, {self._cluster.options.address}", plan=None))
+        job.told.started(job_start(job, reason=f"on Ray, {self._cluster.options.address}", plan=None))
         self._fill_slots()  # engines load while the input is read up to the first open row
         while not book.finished and not interrupt.asked:
             self._fill_slots()
@@ -246,7 +246,7 @@ class ClusterJob:
         for number, line, row in source.entries(skip=job.ledger.done):
             if isinstance(row, BadRow):
                 self._refuse(row)
-            elif number in job.found.repeated:
+            elif number in job.scanned.repeated:
                 read = source.read_entry(row, number, line)
                 self._refuse(duplicate(read) if isinstance(read, Row) else read)
             else:
@@ -271,9 +271,9 @@ class ClusterJob:
         now_s = time.monotonic()
         if not self._slots or now_s - self._slots_s >= _SLOTS_EVERY_S:
             self._slots_s = now_s
-            found = {(slot.node, slot.name): slot for slot in self._cluster.slots()}
-            self._slots = {key: self._slots.get(key) or _SlotState(slot=slot) for key, slot in found.items()}
-            self._cluster.ask_for_more(len(found))
+            slots = {(slot.node, slot.name): slot for slot in self._cluster.slots()}
+            self._slots = {key: self._slots.get(key) or _SlotState(slot=slot) for key, slot in slots.items()}
+            self._cluster.ask_for_more(len(slots))
             self._check_slots(now_s)
         taken = {id(state.slot) for state in self._engines.values()}
         for slot in self._slots.values():
@@ -316,7 +316,7 @@ class ClusterJob:
             return
         state.heard_s = time.monotonic()
         if isinstance(answer, ActorLost):
-            self._lose(name, answer.why, died=answer.died and self._cluster.is_alive(state.slot.slot.node))
+            self._lose(name, answer.reason, died=answer.died and self._cluster.is_alive(state.slot.slot.node))
         elif call == state.stealing:
             state.stealing = None
             self._book.give_back(name, answer)
@@ -333,7 +333,7 @@ class ClusterJob:
 
     def _join(self, name: str, state: _EngineState, plan: EnginePlan) -> None:
         told = self._job.told
-        (told.adapted if self._first_pass_s is not None else told.planned)(f"{name}: {plan.why}")
+        (told.adapted if self._first_pass_s is not None else told.planned)(f"{name}: {plan.summary}")
         self._first_pass_s = self._first_pass_s or time.monotonic()
         if self._kv_dtype_open:
             self._job.ledger.note_chosen({"kv_dtype": plan.kv_dtype})
@@ -346,10 +346,10 @@ class ClusterJob:
         for result in unpack_results(report):
             self._put(name, state, result)
         if report.fault is not None:
-            why, known = report.fault
-            if known:
-                state.slot.refused = why
-            self._lose(name, why, died=False)
+            reason, user_error = report.fault
+            if user_error:
+                state.slot.refused = reason
+            self._lose(name, reason, died=False)
 
     def _take_figures(self, name: str, state: _EngineState, figures: EngineFigures) -> None:
         changes = figures.changes[len(state.figures.changes) :]
@@ -403,22 +403,24 @@ class ClusterJob:
         interval_s = exchange_interval_s(len(self._engines))
         wait_s = interval_s * _IDLE_SHARE if idle else interval_s
         state.call = state.actor.exchange.remote(entries_of(rows), wait_s)
-        if idle and (found := self._book.victim(name)) is not None:
-            victim = self._engines[found[0]]
-            count = min(victim.queued, max(1, round(found[1] / self._tokens_of_row)))
+        if idle and (steal := self._book.victim(name)) is not None:
+            victim = self._engines[steal[0]]
+            count = min(victim.queued, max(1, round(steal[1] / self._tokens_of_row)))
             if victim.stealing is None and count:
                 victim.stealing = victim.actor.take_back.remote(count)
 
-    def _lose(self, name: str, why: str, *, died: bool) -> None:
+    def _lose(self, name: str, reason: str, *, died: bool) -> None:
         """An engine is over: its rows are leased to others; those that died too often become error rows."""
         state = self._engines[name]
         slot = state.slot
         slot.failures += 1
         slot.next_s = time.monotonic() + min(_LONGEST_WAIT_S, 0.25 * 2**slot.failures)
         if slot.failures >= _MOST_FAILURES:
-            slot.refused = slot.refused or f"its engine ended {slot.failures} times without a result; the last: {why}"
+            slot.refused = (
+                slot.refused or f"its engine ended {slot.failures} times without a result; the last: {reason}"
+            )
         more = "; no other engine is started there" if slot.refused else ""
-        self._job.told.adapted(f"{name} is lost ({why}); its rows are given to others{more}")
+        self._job.told.adapted(f"{name} is lost ({reason}); its rows are given to others{more}")
         self._remove(name, died=died)
 
     def _remove(self, name: str, *, died: bool = False) -> None:
@@ -487,9 +489,9 @@ class ClusterJob:
         self._job.told.measured(self._stats())
         self._cluster.show(
             {
-                "tokens_per_s": {each.name: each.tokens_per_s for each in counts.engines},
-                "engine_rows": {each.name: each.rows for each in counts.engines},
-                "engine_eta_s": {each.name: each.eta_s or 0.0 for each in counts.engines},
+                "tokens_per_s": {engine.name: engine.tokens_per_s for engine in counts.engines},
+                "engine_rows": {engine.name: engine.rows for engine in counts.engines},
+                "engine_eta_s": {engine.name: engine.eta_s or 0.0 for engine in counts.engines},
             }
         )
 
@@ -501,7 +503,7 @@ class ClusterJob:
         # What an engine had of unfinished rows is computed again after its death: the count waits for it.
         self._most_tokens = max(self._most_tokens, stats.completion_tokens)
         running = sum(state.running for state in self._engines.values())
-        widest = max(engines, key=lambda each: each.share, default=None)
+        widest = max(engines, key=lambda engine: engine.share, default=None)
         return JobCounts(
             total=summary.rows,
             completed=ledger.completed,
@@ -541,25 +543,25 @@ class ClusterJob:
     def _stats(self) -> RunStats:
         """The sum over all engines; ``wall_s`` is that of the driver, and memory the largest process's. Of the tokens
         of an engine that is over, those of rows that it had not finished do not count."""
-        found = [state.figures for state in self._engines.values()] + self._past
-        all_stats = [each.stats for each in found if each.stats is not None]
+        figures = [state.figures for state in self._engines.values()] + self._past
+        all_stats = [figure.stats for figure in figures if figure.stats is not None]
         lanes: dict[Lane, LaneStats] = {}
         for stats in all_stats:
-            for lane, each in stats.lanes.items():
+            for lane, lane_stats in stats.lanes.items():
                 so_far = lanes.get(lane, LaneStats())
                 lanes[lane] = LaneStats(
-                    busy_s=so_far.busy_s + each.busy_s,
-                    bytes=so_far.bytes + each.bytes,
-                    tasks=so_far.tasks + each.tasks,
+                    busy_s=so_far.busy_s + lane_stats.busy_s,
+                    bytes=so_far.bytes + lane_stats.bytes,
+                    tasks=so_far.tasks + lane_stats.tasks,
                 )
         began_s = self._first_pass_s or time.monotonic()
         return RunStats(
             wall_s=time.monotonic() - began_s,
             load_s=began_s - self._began_s,
-            prompt_tokens=sum(each.prompt_tokens for each in all_stats),
-            completion_tokens=self._written_tokens + sum(each.unfinished_tokens for each in self._engines.values()),
-            passes=sum(each.passes for each in all_stats),
-            peak_rss_bytes=max([peak_rss_bytes(), *(each.peak_rss_bytes for each in all_stats)]),
+            prompt_tokens=sum(stat.prompt_tokens for stat in all_stats),
+            completion_tokens=self._written_tokens + sum(engine.unfinished_tokens for engine in self._engines.values()),
+            passes=sum(stat.passes for stat in all_stats),
+            peak_rss_bytes=max([peak_rss_bytes(), *(stat.peak_rss_bytes for stat in all_stats)]),
             lanes=lanes,
         )
 
@@ -568,6 +570,6 @@ class ClusterJob:
         path = self._job.prepared.options.trace
         for name, data in self._traces:
             assert path is not None
-            safe = "".join(each if each.isalnum() or each in "-_." else "-" for each in name)
-            with whole_file(path.with_suffix(f".{safe}{path.suffix}"), what="trace") as write:
+            safe = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
+            with whole_file(path.with_suffix(f".{safe}{path.suffix}"), label="trace") as write:
                 write(data)

@@ -65,7 +65,7 @@ class LeasedRow:
 
 @dataclass(kw_only=True, slots=True)
 class _Lease:
-    numbers: set[int]
+    row_numbers: set[int]
     due_s: float
     again: bool = False  # its rows were given to others
 
@@ -181,7 +181,7 @@ class LeaseBook:
         least = sizes.least_s * holder.tokens_per_s / self._scale
         if lack <= 0 or (holder.queued > 0 and lack < least):
             return []
-        given: list[LeasedRow] = []
+        leased: list[LeasedRow] = []
         while lack > 0 and (row := self._next(holder)) is not None:
             row.holders += 1
             holder.held[row.number] = row
@@ -189,12 +189,12 @@ class LeaseBook:
             holder.tokens += row.tokens
             lack -= row.tokens
             self._open[row.number] = row
-            given.append(row)
-        if given:
+            leased.append(row)
+        if leased:
             due_s = now_s + sizes.late_s + sizes.slack * self.seconds_left(engine)
-            holder.leases.append(_Lease(numbers={row.number for row in given}, due_s=due_s))
-            self._queue(engine, holder.queued + len(given))
-        return given
+            holder.leases.append(_Lease(row_numbers={row.number for row in leased}, due_s=due_s))
+            self._queue(engine, holder.queued + len(leased))
+        return leased
 
     def returned(self, engine: str, number: int, *, spent: float | None = None) -> LeasedRow | None:
         """Take the result of a row; None if there was one. ``spent``: the tokens that it took."""
@@ -208,10 +208,10 @@ class LeaseBook:
         self._close(row)
         return row
 
-    def give_back(self, engine: str, numbers: list[int]) -> None:
+    def give_back(self, engine: str, row_numbers: list[int]) -> None:
         """Rows that ``engine`` was asked for wait again; it has not begun them."""
         holder = self._holders[engine]
-        for number in numbers:
+        for number in row_numbers:
             if (row := holder.held.pop(number, None)) is not None:
                 self._dropped(holder, row)
                 if not row.holders and number in self._open:
@@ -219,13 +219,13 @@ class LeaseBook:
 
     def victim(self, thief: str) -> tuple[str, float] | None:
         """The engine from which ``thief``, which has nothing to begin, is to get rows, and how many tokens of them."""
-        mine = self.seconds_left(thief)
+        thief_s = self.seconds_left(thief)
         some = islice(self._queuing, _MOST_VICTIMS)
-        most, name = max(((self.seconds_left(name), name) for name in some if name != thief), default=(0.0, ""))
-        if most - mine < self.sizes.least_s:
+        victim_s, name = max(((self.seconds_left(name), name) for name in some if name != thief), default=(0.0, ""))
+        if victim_s - thief_s < self.sizes.least_s:
             return None
         rates = self._holders[thief].tokens_per_s, self._holders[name].tokens_per_s
-        tokens = (most - mine) * rates[0] * rates[1] / (rates[0] + rates[1]) / self._scale
+        tokens = (victim_s - thief_s) * rates[0] * rates[1] / (rates[0] + rates[1]) / self._scale
         return name, tokens
 
     def late(self, now_s: float, *, silent: frozenset[str] = frozenset()) -> int:
@@ -236,11 +236,11 @@ class LeaseBook:
                 if lease.again or (lease.due_s > now_s and name not in silent):
                     continue
                 lease.again = True
-                for number in lease.numbers:
+                for number in lease.row_numbers:
                     if (row := self._open.get(number)) is not None and number in holder.held and row.holders == 1:
                         self._again[row.deaths].append(row)
                         count += 1
-            holder.leases = [lease for lease in holder.leases if lease.numbers]
+            holder.leases = [lease for lease in holder.leases if lease.row_numbers]
         return count
 
     def _queue(self, engine: str, queued: int) -> None:
@@ -264,10 +264,10 @@ class LeaseBook:
     def _next(self, holder: _Holder) -> LeasedRow | None:
         """The next row for ``holder``: those that died first, as many as it may hold, then others."""
         once = max(1, math.isqrt(self._crowd))
-        for deaths, most, apart_from in ((2, 1, 1), (1, once, 2), (0, math.inf, None)):
+        for deaths, max_died, apart_from in ((2, 1, 1), (1, once, 2), (0, math.inf, None)):
             waiting = self._again[deaths]
             for _ in range(len(waiting)):
-                if holder.died[deaths] >= most or (apart_from is not None and holder.died[apart_from]):
+                if holder.died[deaths] >= max_died or (apart_from is not None and holder.died[apart_from]):
                     break
                 row = waiting.popleft()
                 if row.number in holder.held:  # late there
@@ -306,4 +306,4 @@ class LeaseBook:
         holder.tokens -= row.tokens
         holder.died[min(row.deaths, MOST_DEATHS - 1)] -= 1
         for lease in holder.leases:
-            lease.numbers.discard(row.number)
+            lease.row_numbers.discard(row.number)

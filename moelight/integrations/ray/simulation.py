@@ -65,8 +65,8 @@ class SimulatedCluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterRun:
-    """What happened: ``seconds`` in all, ``ideal_s`` if every place of every engine were at work to the end, the share
-    of the time that the driver worked, the rows that were begun more than once, and the failures."""
+    """The result of a simulated job: ``seconds`` in all, ``ideal_s`` if every place of every engine were at work to the
+    end, the share of the time that the driver worked, the rows that were begun more than once, and the failures."""
 
     seconds: float
     ideal_s: float
@@ -106,8 +106,8 @@ class ClusterSimulation:
         self._bundle = self._bundle_of(cluster)
         # Of a longer job, the steady middle is repeated.
         self._whole_rows = cluster.rows
-        most = max(_MOST_BUNDLES, 16 * cluster.nodes * _LEAST_PLACES) * self._bundle
-        self._at = cluster = replace(cluster, rows=min(cluster.rows, most))
+        max_rows = max(_MOST_BUNDLES, 16 * cluster.nodes * _LEAST_PLACES) * self._bundle
+        self._at = cluster = replace(cluster, rows=min(cluster.rows, max_rows))
         self._draw = random.Random(cluster.seed)
         count = math.ceil(cluster.rows / self._bundle)
         self._places = max(1, round(cluster.batch_rows / self._bundle))
@@ -221,10 +221,10 @@ class ClusterSimulation:
             self._book.returned(name, done, spent=None)
         engine.sent = []
         self._book.measure(name, tokens_per_s=self._rate * engine.speed, queued=len(engine.queue))
-        given = self._book.lease(name, now_s)
-        if not given and not engine.queue and len(engine.running) < self._places:
-            given = self._steal(name, now_s)
-        engine.queue += given
+        leased = self._book.lease(name, now_s)
+        if not leased and not engine.queue and len(engine.running) < self._places:
+            leased = self._steal(name, now_s)
+        engine.queue += leased
         engine.heard_s, engine.low, engine.fed = now_s, len(engine.queue) // 2, bool(engine.queue)
         self._go_on(number, engine, now_s)
 

@@ -53,9 +53,9 @@ _NOTED_EVERY_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetup:
-    """What every engine of a job needs. ``options`` name the model, on the node's disk, on a shared one or on the hub;
-    ``chat_template`` is the template's text. ``facts`` are the driver's: an engine with another model is refused.
-    ``shown``: rows are sent with their texts."""
+    """The setup shared by all engines of a job. ``options`` name the model, on the node's disk, on a shared one or on
+    the hub; ``chat_template`` is the template's text. ``facts`` are the driver's: an engine with another model is
+    refused. ``shown``: rows are sent with their texts."""
 
     options: JobOptions
     format: str
@@ -73,7 +73,7 @@ class EnginePlan:
 
     node: str
     pid: int
-    why: str
+    summary: str
     batch_rows: int
     tokens_per_s: float
     binding: str
@@ -123,7 +123,7 @@ class EngineReport:
 
 
 def entries_of(rows: Sequence[LeasedRow]) -> list[Entry]:
-    """What an engine needs of leased rows."""
+    """Return the entries of leased rows that an engine needs."""
     return [(row.number, row.line, row.payload) for row in rows]
 
 
@@ -204,10 +204,10 @@ class LeaseQueue:
         end_s = time.monotonic() + wait_s
         with self._changed:
             self._low = len(self._rows) // 2
-            given = bool(self._rows)
+            has_rows = bool(self._rows)
             while (left_s := end_s - time.monotonic()) > 0 and not over():
                 low = len(self._rows) <= self._low
-                if len(self._results) >= _MANY_RESULTS or (low and (self._results or given)):
+                if len(self._results) >= _MANY_RESULTS or (low and (self._results or has_rows)):
                     break
                 self._changed.wait(min(left_s, 0.2))
             taken, self._results = self._results, []
@@ -330,7 +330,7 @@ class EngineLoop:
             with contextlib.ExitStack() as files, self._planned.load() as engine:
                 trace = None
                 if self._folder is not None:
-                    trace = RunTrace(files.enter_context(whole_file(self._trace_path, what="trace")))
+                    trace = RunTrace(files.enter_context(whole_file(self._trace_path, label="trace")))
                 self._note(engine)
                 self._ready.set()
                 self._serve(engine, trace)
@@ -340,9 +340,9 @@ class EngineLoop:
                     trace.about = trace_header(setup, engine.policy.schedule, source="measured")
                     trace.finish()
         except BaseException as error:  # noqa: BLE001 (it is the driver's to judge)
-            said = " ".join(str(error).split()) or type(error).__name__
-            known = isinstance(error, UserError)
-            self.fault = (said if known else f"{type(error).__name__}: {said}", known)
+            message = " ".join(str(error).split()) or type(error).__name__
+            is_user_error = isinstance(error, UserError)
+            self.fault = (message if is_user_error else f"{type(error).__name__}: {message}", is_user_error)
         finally:
             self._ready.set()
             self._queue.flush()
@@ -474,8 +474,8 @@ class EngineWorker:
             return
         first, count = self._cores
         allowed = sorted(os.sched_getaffinity(os.getpid()))
-        mine = {allowed[(first + each) % len(allowed)] for each in range(count)}
-        os.sched_setaffinity(0, mine)  # of this thread, from which the engine's are started
+        cores = {allowed[(first + index) % len(allowed)] for index in range(count)}
+        os.sched_setaffinity(0, cores)  # of this thread, from which the engine's are started
         self._cores = None
 
     def _said(self, planned: PlannedModel) -> EnginePlan:
@@ -484,7 +484,7 @@ class EngineWorker:
         return EnginePlan(
             node=socket.gethostname(),
             pid=os.getpid(),
-            why=planned.why,
+            summary=planned.why,
             batch_rows=planned.policy.batch_size,
             tokens_per_s=rate * (1 + PROMPT_WEIGHT * workload.prompt_len / workload.gen_len),
             binding="" if plan is None else str(plan.estimate.binding),

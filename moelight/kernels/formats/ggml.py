@@ -30,10 +30,10 @@ class GGMLReference(Reference):
 
     def integers(self, stored: GGMLFormat, tensors: Tensors, rows: int, columns: int) -> WholeNumbers:
         blocks = tensors[stored.names[0]].reshape(-1, stored.block_bytes)
-        whole, steps, lows, scales, least = _INTEGERS[stored.name](blocks)
+        integers, steps, lows, scales, least = _INTEGERS[stored.name](blocks)
         steps, lows, least = (None if item is None else item.reshape(rows, -1) for item in (steps, lows, least))
         return WholeNumbers(
-            whole.reshape(rows, -1), scales.reshape(rows, -1), *stored.integer_groups(columns), steps, lows, least
+            integers.reshape(rows, -1), scales.reshape(rows, -1), *stored.integer_groups(columns), steps, lows, least
         )
 
 

@@ -1,4 +1,4 @@
-"""What a format's module gives: its values, its integers, its rounding.
+"""The reference implementation of a format: its values, its integers, its rounding.
 
 Shapes: R rows (outputs), C columns (inputs), G groups of columns.
 """
@@ -20,11 +20,11 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 class WholeNumbers(NamedTuple):
-    """A matrix as numbers ``whole`` (int32 [R, C]) times ``scales`` (float32 [R, groups of ``group`` columns]); where a
-    group has parts (of ``part`` columns) times ``steps``, less ``lows`` times ``least``: int32 [R, parts], or None, and
-    as ``scales``."""
+    """A matrix as numbers ``values`` (int32 [R, C]) times ``scales`` (float32 [R, groups of ``group`` columns]); where
+    a group has parts (of ``part`` columns) times ``steps``, less ``lows`` times ``least``: int32 [R, parts], or None,
+    and as ``scales``."""
 
-    whole: Tensor
+    values: Tensor
     scales: Tensor
     group: int
     part: int
@@ -47,10 +47,10 @@ class Reference(ABC):
         group, part = stored.integer_groups(columns)
         ones = dict(tensors)
         ones[stored.names[1]] = torch.ones_like(tensors[stored.names[1]], dtype=torch.float32)
-        whole = self.values(stored, ones, 0, rows, columns)
+        integers = self.values(stored, ones, 0, rows, columns)
         scales = self.scales(stored, tensors, rows, columns)
         first = torch.arange(0, columns, group, device=scales.device) // (stored.group or columns)
-        return WholeNumbers(whole.int(), scales[:, first], group, part)
+        return WholeNumbers(integers.int(), scales[:, first], group, part)
 
     def scales(self, stored: Any, tensors: Tensors, rows: int, columns: int) -> Tensor:
         """The scales of each row, float32 [R, G]."""
@@ -71,7 +71,7 @@ class Encoder(Reference):
         return columns * int(stored.bits) // 8
 
     def max_code(self, stored: Any) -> float:
-        """What the largest magnitude of a group is rounded to: half the range of integers."""
+        """Return the code of the largest magnitude of a group: half the range of integers."""
         return ((1 << stored.bits) - 1) / 2
 
     def rounded_scales(self, stored: Any, largest: Tensor, dtype: torch.dtype) -> Tensor:

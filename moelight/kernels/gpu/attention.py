@@ -76,7 +76,7 @@ class RaggedBatch:
         are in ``entries``: in order of the sequences, for each of their blocks with a seen token the slot of the
         block's first token in the cache, or `in_buffer` of its place in the buffer, which may be below 0 if the first
         tokens are not seen."""
-        count, start, lowest = (np.asarray(each, dtype=np.int64) for each in (counts, starts, seen_from))
+        count, start, lowest = (np.asarray(values, dtype=np.int64) for values in (counts, starts, seen_from))
         last = np.cumsum(count)
         self.rows, self.decoding = int(last[-1]) if len(last) else 0, decoding
         self.block_size, self.tile_tokens = block_size, form.tile_tokens
@@ -116,13 +116,14 @@ class RaggedBatch:
 
     @cached_property
     def _slots(self) -> np.ndarray:
-        """Of each seen cached token, in order of sequences and positions: its slot in the cache, or `in_buffer`."""
+        """Return for each seen cached token, in order of sequences and positions, its slot in the cache, or
+        `in_buffer`."""
         size, none = self.block_size, np.zeros(0, dtype=np.int64)
-        found = [none]
+        parts = [none]
         for (_, _, start, lowest), base in zip(self.spans, self._base.tolist(), strict=True):
             position = np.arange(lowest, start)
-            found.append(self._entries[base + position // size] + position % size)
-        return np.concatenate(found)
+            parts.append(self._entries[base + position // size] + position % size)
+        return np.concatenate(parts)
 
     @cached_property
     def gathered(self) -> tuple[Tensor, Tensor, list[int]]:
@@ -130,7 +131,7 @@ class RaggedBatch:
         ``table``; and where each sequence's tokens begin. Uploaded at the first use."""
         slots, cuts = self._slots, [start - lowest for _, _, start, lowest in self.spans]
         device, both = self.table.device, (slots >= 0, np.where(slots < 0, slots - _BUFFER, slots))
-        near, index = (pinned(each, device).to(device, non_blocking=True) for each in both)
+        near, index = (pinned(array, device).to(device, non_blocking=True) for array in both)
         return index, near, np.cumsum([0, *cuts]).tolist()
 
     def _check(self, count: np.ndarray, start: np.ndarray, lowest: np.ndarray) -> None:
@@ -146,19 +147,19 @@ class RaggedBatch:
             raise ValueError(f"entries: must be {self._blocks.sum()}, one a block with cached tokens that are seen")
 
 
-def in_buffer(place: Any) -> Any:
-    """The table entry of a block whose first token is, or would be, at ``place`` of the buffer."""
-    return place + _BUFFER
+def in_buffer(position: Any) -> Any:
+    """The table entry of a block whose first token is, or would be, at ``position`` of the buffer."""
+    return position + _BUFFER
 
 
 def prompt_form(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> PromptForm:
     """The form of prompts, for `RaggedBatch`; it depends on nothing of a batch, so neither does a row's result."""
     group = heads // kv_heads
     tile = _tile(device, dtype, group, head_dim, decodes=False)
-    most, slow = _FOREVER, dtype != torch.float32 and device.type == "cuda"
+    max_tokens, slow = _FOREVER, dtype != torch.float32 and device.type == "cuda"
     if slow and serving.capability(device.index) < tiles.UNITS_SINCE:
-        most = serving.MOST_TOKENS_WITHOUT_UNITS
-    return PromptForm(tile_tokens=max(1, tile.rows // group), most_tokens=most)
+        max_tokens = serving.MOST_TOKENS_WITHOUT_UNITS
+    return PromptForm(tile_tokens=max(1, tile.rows // group), most_tokens=max_tokens)
 
 
 def attend(
@@ -207,11 +208,11 @@ def attend(
         for decodes, programs in ((True, batch.decoding), (False, batch.tile_count)):
             if programs:
                 tile = _tile(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], decodes=decodes)
-                given, constants = arguments_of(q, k, v, batch, scale, tile, decodes=decodes, **rest, out=out)
+                positional, constants = arguments_of(q, k, v, batch, scale, tile, decodes=decodes, **rest, out=out)
                 if not decodes and batch.tile_tokens != tile.rows // (q.shape[1] // k.shape[1]):
                     raise ValueError(f"batch: its tiles have {batch.tile_tokens} tokens, see `prompt_form`")
                 grid = (programs, k.shape[1])
-                attention_triton.attend[grid](*given, **constants, **tiles.launch_options(tile))
+                attention_triton.attend[grid](*positional, **constants, **tiles.launch_options(tile))
     return attend_in_torch(q, k, v, batch, scale, **rest, out=out, only=batch.apart) if batch.apart else out
 
 
@@ -242,27 +243,29 @@ def attend_in_torch(
     for s in range(len(batch.spans)) if only is None else only:
         first, last, start, lowest = batch.spans[s]
         end = start + last - first
-        most = k.shape[1] if start == lowest else _heads_at_a_time(end - lowest, q, batch, quantised=quantised)
-        for head in range(0, k.shape[1], most):
-            heads = slice(head, min(head + most, k.shape[1]))
-            mine = slice(heads.start * group, heads.stop * group)
+        max_heads = k.shape[1] if start == lowest else _heads_at_a_time(end - lowest, q, batch, quantised=quantised)
+        for head in range(0, k.shape[1], max_heads):
+            heads = slice(head, min(head + max_heads, k.shape[1]))
+            query_heads = slice(heads.start * group, heads.stop * group)
             keys, values = k[first:last, heads], v[first:last, heads]
             if start > lowest:
                 keys, values = _with_context((keys, values), batch, s, pools, heads)
-            sink = None if sinks is None else sinks[mine]
-            each = chunk or end
-            for begin in range(start // each * each, end, each):  # rows and keys of one chunk after another
-                rows = slice(first + max(begin, start) - start, first + min(begin + each, end) - start)
-                seen = slice(max(begin - lowest, 0), begin + each - lowest)
-                own = q[rows, mine], keys[seen], values[seen]
-                out[rows, mine] = _attend_one(*own, scale, window, sink, softcap)
+            sink = None if sinks is None else sinks[query_heads]
+            chunk_tokens = chunk or end
+            for begin in range(
+                start // chunk_tokens * chunk_tokens, end, chunk_tokens
+            ):  # rows and keys of one chunk after another
+                rows = slice(first + max(begin, start) - start, first + min(begin + chunk_tokens, end) - start)
+                seen = slice(max(begin - lowest, 0), begin + chunk_tokens - lowest)
+                parts = q[rows, query_heads], keys[seen], values[seen]
+                out[rows, query_heads] = _attend_one(*parts, scale, window, sink, softcap)
     return out
 
 
 def _heads_at_a_time(tokens: int, q: Tensor, batch: RaggedBatch, *, quantised: bool) -> int:
     copies = 3 if all(batch.tiers) else 2  # the pieces of both tiers, and the whole
-    each = copies * q.element_size() + (QUANTISING_BYTES if quantised else 0)
-    return max(1, GATHER_BYTES // (tokens * 2 * q.shape[2] * each))
+    element_bytes = copies * q.element_size() + (QUANTISING_BYTES if quantised else 0)
+    return max(1, GATHER_BYTES // (tokens * 2 * q.shape[2] * element_bytes))
 
 
 def latents_in_torch(
@@ -287,8 +290,8 @@ def latents_in_torch(
         keys = rows[first:last]
         if start > lowest:
             (keys,) = _with_context((keys,), batch, s, ((cache, None), (buffer, None)), slice(0, 1))
-        own = queries[first:last], keys, keys[..., : q.shape[2]]
-        out[first:last] = _attend_one(*own, scale, None, None, None)
+        parts = queries[first:last], keys, keys[..., : q.shape[2]]
+        out[first:last] = _attend_one(*parts, scale, None, None, None)
     return out
 
 
@@ -303,19 +306,19 @@ def _with_context(
     index, in_cache, cuts = batch.gathered
     some, count = slice(cuts[sequence], cuts[sequence + 1]), cuts[sequence + 1] - cuts[sequence]
     both = new[0].new_empty((count + len(new[0]), len(new), *new[0].shape[1:]))
-    for which, given in enumerate(new):
-        both[count:, which] = given
-    tiers = [(pool, scales) for (pool, scales), there in zip(pools, batch.tiers, strict=True) if there]
+    for which, tensor in enumerate(new):
+        both[count:, which] = tensor
+    tiers = [(pool, scales) for (pool, scales), present in zip(pools, batch.tiers, strict=True) if present]
     parts = []
     for pool, scales in tiers:
         assert pool is not None
         if len(tiers) == 1 and scales is None:
             torch.index_select(pool[:, :, heads], 0, index[some], out=both[:count])
             return both.unbind(1)
-        place = index[some].clamp(max=len(pool) - 1)  # of a token of the other tier: any row
-        rows = pool[:, :, heads].index_select(0, place)
+        row = index[some].clamp(max=len(pool) - 1)  # of a token of the other tier: any row
+        rows = pool[:, :, heads].index_select(0, row)
         if scales is not None:
-            rows = rows.float() * scales[:, :, heads].index_select(0, place).unsqueeze(-1)
+            rows = rows.float() * scales[:, :, heads].index_select(0, row).unsqueeze(-1)
         parts.append(rows)
     both[:count] = parts[0] if len(parts) == 1 else torch.where(in_cache[some].view(-1, 1, 1, 1), parts[0], parts[1])
     return both.unbind(1)
@@ -334,14 +337,14 @@ def _attend_one(
     plain = sinks is None and softcap is None
     # Batch = kv heads, heads = the queries that share one: keys and values are expanded views, never copies.
     grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-    keys, values = (each.permute(1, 0, 2).unsqueeze(1) for each in (k, v))
+    keys, values = (tensor.permute(1, 0, 2).unsqueeze(1) for tensor in (k, v))
     if count == 1 and plain:
-        whole = functional.scaled_dot_product_attention(grouped.transpose(1, 2), keys, values, scale=scale)
-        return whole.transpose(1, 2).permute(2, 0, 1, 3).flatten(1, 2)
-    keys, values = (each.expand(-1, grouped.shape[1], -1, -1) for each in (keys, values))
+        attended = functional.scaled_dot_product_attention(grouped.transpose(1, 2), keys, values, scale=scale)
+        return attended.transpose(1, 2).permute(2, 0, 1, 3).flatten(1, 2)
+    keys, values = (tensor.expand(-1, grouped.shape[1], -1, -1) for tensor in (keys, values))
     if plain and not masked:
-        whole = functional.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale)
-        return whole.permute(2, 0, 1, 3).flatten(1, 2)
+        attended = functional.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale)
+        return attended.permute(2, 0, 1, 3).flatten(1, 2)
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for first in range(0, count, CHUNK_ROWS):
         last = min(first + CHUNK_ROWS, count)
@@ -411,7 +414,7 @@ def through_int8(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return through_int8_in_torch(k, v)
     from moelight.kernels.gpu import attention_triton
 
-    out = tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in (k, v))
+    out = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (k, v))
     with on_device(k.device):
         attention_triton.through_int8[(tokens,)](
             *(k, v, *out, k.stride(0), v.stride(0), kv_heads),
@@ -425,7 +428,7 @@ def through_int8(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def through_int8_in_torch(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`through_int8` in torch, on any device."""
-    keys, values = (reference.dequantise(*reference.quantise(each), k.dtype) for each in (k, v))
+    keys, values = (reference.dequantise(*reference.quantise(tensor), k.dtype) for tensor in (k, v))
     return keys, values
 
 
@@ -433,12 +436,12 @@ def append_in_torch(
     k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, *, rows: Tensor | None = None, cache_scale: Tensor | None = None
 ) -> None:
     """`append` in torch, on any device."""
-    for which, given in enumerate((k, v)):
-        numbers = given if rows is None else given.index_select(0, rows)
+    for which, tensor in enumerate((k, v)):
+        values = tensor if rows is None else tensor.index_select(0, rows)
         if cache_scale is not None:
-            numbers, factors = reference.quantise(numbers)
+            values, factors = reference.quantise(values)
             cache_scale[:, which].index_copy_(0, slots, factors)
-        cache[:, which].index_copy_(0, slots, numbers)
+        cache[:, which].index_copy_(0, slots, values)
 
 
 def fetch(source: Tensor, into: Tensor, pieces: Tensor) -> None:
@@ -454,7 +457,7 @@ def fetch(source: Tensor, into: Tensor, pieces: Tensor) -> None:
         arguments.check_indices("pieces", pieces, max(len(source), len(into)) + 1)
     from moelight.kernels.gpu import attention_triton
 
-    words = (each.view(len(each), -1).view(torch.int32) for each in (source, into))
+    words = (tensor.view(len(tensor), -1).view(torch.int32) for tensor in (source, into))
     width, count = into[0].numel() * into.element_size() // 4, len(pieces)
     with on_device(into.device):
         grid = (min(count, _FETCH_PROGRAMS),)
@@ -481,10 +484,10 @@ def arguments_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments and constants of `attention_triton.attend` in one of its forms."""
     (_, heads, head_dim), kv_heads, padded = q.shape, k.shape[1], _padded(q.shape[2])
-    pools = [each for each in (cache, buffer) if each is not None] or [q]
-    scales = [each for each in (cache_scale, buffer_scale) if each is not None] or [q]
+    pools = [tensor for tensor in (cache, buffer) if tensor is not None] or [q]
+    scales = [tensor for tensor in (cache_scale, buffer_scale) if tensor is not None] or [q]
     by_hand = q.device.type == "cpu" and q.dtype == torch.bfloat16
-    given = (
+    arguments = (
         *(q, k, v, out, pools[0], pools[-1], scales[0], scales[-1]),
         *(batch.sequences, batch.tiles, batch.entries, out if sinks is None else sinks),
         *(scale, softcap or 1.0, min(window or 0, _FOREVER)),
@@ -508,7 +511,7 @@ def arguments_of(
         "PRODUCT": triton_dtype(torch.float32 if by_hand else q.dtype),
         "BY_HAND": by_hand,
     }
-    return given, constants
+    return arguments, constants
 
 
 def _tile(device: torch.device, dtype: torch.dtype, group: int, head_dim: int, *, decodes: bool) -> tiles.AttentionTile:

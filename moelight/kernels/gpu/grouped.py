@@ -121,14 +121,14 @@ def expert_ffn_in_torch(
     kind = torch.float32 if wide else x.dtype
     for page, (first, last) in zip(pages.index.tolist(), pairwise(offsets.tolist()), strict=True):
         if first < last and 0 <= page < pages.pages and pages.parts["gate_up"][page] is not None:
-            given = [
+            projected = [
                 _linear(source[first:last].to(kind), pages, part, page).float()
                 for part in ("gate_up", "up")
                 if pages.parts.get(part)
             ]
-            if activation.gated and len(given) == 1:
-                given = list(gate_and_up(given[0], interleaved=pages.interleaved))
-            active = activation(*given)
+            if activation.gated and len(projected) == 1:
+                projected = list(gate_and_up(projected[0], interleaved=pages.interleaved))
+            active = activation(*projected)
             active = active if factor == 1 else active * factor
             result[first:last] = _linear(active.to(x.dtype).to(kind), pages, "down", page, 1 / factor)
     return out.copy_(result)
@@ -201,12 +201,12 @@ def _launch(
         tile = tile_of(pages, part, source, activation, mean_rows, wide=wide)
         if tile.rows != height:
             height, slots = tile.rows, _slots(offsets, pages, len(out), tile.rows)
-        given: Tensor | RoundedRows = source
+        inputs: Tensor | RoundedRows = source
         chosen = index
         if isinstance(pages, QuantizedTable) and pages.rounds(part):
-            given, chosen = _rounded(source, pages.forms[part].stored, index)
+            inputs, chosen = _rounded(source, pages.forms[part].stored, index)
         program, arguments, constants = program_of(
-            pages, part, given, into, slots, chosen, tile, activation, by, wide=wide
+            pages, part, inputs, into, slots, chosen, tile, activation, by, wide=wide
         )
         grid = (len(slots) * -(-into.shape[1] // tile.columns),)
         program[grid](*arguments, **constants, **tiles.launch_options(tile))
@@ -353,7 +353,7 @@ def _arguments_of(
 def _constants_of(
     activation: Activation, part: str, out: Tensor, tokens: Tensor | None, tile: tiles.Tile, factor: float
 ) -> dict[str, Any]:
-    """Those that all programs have. The activation follows the product with ``gate_up``."""
+    """Return the constants of all programs. The activation follows the product with ``gate_up``."""
     active = part == "gate_up"
     return {
         "GATHERED": tokens is not None,

@@ -36,7 +36,7 @@ _SHARED_MEMORY_SHARE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What is constant in one compiled kernel, as in `grouped_turing.cu`; ``stored`` and dtypes by number."""
+    """The compile-time constants of one kernel, as in `grouped_turing.cu`; ``stored`` and dtypes by number."""
 
     stored: int
     gated: bool
@@ -123,11 +123,11 @@ def launch(variant: Variant, call: Call, blocks: int) -> None:
     driver, function, context = _function(index, variant)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    given = (function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, None)
-    code = driver.cuLaunchKernel(*given)
+    launch = (function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, None)
+    code = driver.cuLaunchKernel(*launch)
     if code == _INVALID_CONTEXT:  # of a thread that has not called CUDA yet
         _check(driver, driver.cuCtxSetCurrent(context))
-        code = driver.cuLaunchKernel(*given)
+        code = driver.cuLaunchKernel(*launch)
     _check(driver, code)
 
 
@@ -184,15 +184,15 @@ def _nvrtc_names() -> list[str]:
     beside torch, in a toolkit."""
     majors = [torch.version.cuda.split(".")[0]] if torch.version.cuda else ["13", "12"]
     packages = Path(torch.__file__).parents[1] / "nvidia"
-    found = []
+    candidates = []
     for name in (f"libnvrtc.so.{major}" for major in majors):
         toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "lib64" / name
-        found += [name, *map(str, sorted(packages.glob(f"*/lib/{name}"))), str(toolkit)]
-    return found
+        candidates += [name, *map(str, sorted(packages.glob(f"*/lib/{name}"))), str(toolkit)]
+    return candidates
 
 
 def _compiled(library: Any, source: bytes, options: list[str]) -> bytes:
-    """What NVRTC makes of ``source``: a binary of the card. Raises RuntimeError with the first line of its log."""
+    """Compile ``source`` by NVRTC to a binary of the card. Raises RuntimeError with the first line of its log."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     if library.nvrtcCreateProgram(ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None):

@@ -25,11 +25,11 @@ _SCATTERED = 32  # inputs at a time, where codes are loaded one by one and their
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """Rows of ``columns`` as ``numbers`` int8 [n, groups x ``group``] times ``scales`` float32 [n, groups]; ``sums`` of
+    """Rows of ``columns`` as ``values`` int8 [n, groups x ``group``] times ``scales`` float32 [n, groups]; ``sums`` of
     the numbers as `integers_triton.round_rows` stores them, where the matrices need some. Groups are whole steps of a
     product; behind the last column are zeros."""
 
-    numbers: Tensor
+    values: Tensor
     scales: Tensor
     sums: Tensor
     group: int
@@ -43,7 +43,7 @@ class RoundedRows:
         scales = torch.empty((rows, groups), dtype=torch.float32, device=device)
         shape, dtype = _SUMS.get(sums, ((), torch.float32))
         return RoundedRows(
-            numbers=torch.empty((rows, groups * group), dtype=torch.int8, device=device),
+            values=torch.empty((rows, groups * group), dtype=torch.int8, device=device),
             scales=scales,
             sums=torch.empty((rows, groups, *shape), dtype=dtype, device=device) if sums else scales,
             group=group,
@@ -55,16 +55,16 @@ def round_rows(x: Tensor, stored: Format, tokens: Tensor | None = None) -> Round
     """x [T, C] (row r x[tokens[r]], with ``tokens`` int64 [R]), rounded for matrices of ``stored``."""
     from moelight.kernels.gpu import integers_triton
 
-    found = RoundedRows.empty(len(x) if tokens is None else len(tokens), x.shape[1], stored, x.device)
-    (rows, groups), group = found.scales.shape, found.group
+    result = RoundedRows.empty(len(x) if tokens is None else len(tokens), x.shape[1], stored, x.device)
+    (rows, groups), group = result.scales.shape, result.group
     count = min(_NUMBERS // group, 1 << (groups - 1).bit_length())
     program = integers_triton.round_rows[(rows, -(-groups // count))]
     program(
         x,
         x if tokens is None else tokens,
-        found.numbers,
-        found.scales,
-        found.sums,
+        result.values,
+        result.scales,
+        result.sums,
         len(x),
         x.stride(0),
         x.shape[1],
@@ -75,7 +75,7 @@ def round_rows(x: Tensor, stored: Format, tokens: Tensor | None = None) -> Round
         COUNT=count,
         enable_fp_fusion=False,
     )
-    return found
+    return result
 
 
 def arguments_of(
@@ -90,7 +90,9 @@ def arguments_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of `integers_triton.grouped_integers` for the matrices ``part``, and those of its constants that say
     how they are stored."""
-    given, constants = quantized.arguments_of(pages, part, x.numbers, x.columns, out, slots, tokens, tile, activation)
+    arguments, constants = quantized.arguments_of(
+        pages, part, x.values, x.columns, out, slots, tokens, tile, activation
+    )
     step, piece = max(x.group, tile.depth), _SCATTERED if pages.forms[part].stored.scattered else x.group
     constants |= {"G": x.group, "STEP": step, "PIECE": piece, "EVEN": x.columns % step == 0}
-    return (x.numbers, x.scales, x.sums, *given[1:]), constants
+    return (x.values, x.scales, x.sums, *arguments[1:]), constants

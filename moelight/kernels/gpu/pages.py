@@ -69,8 +69,8 @@ class ExpertTable:
         return self.table.shape[1] - 1
 
     def chosen_by(self, index: Tensor, activation: Activation | None = None) -> ExpertTable:
-        """The same pages for the experts of ``index`` int32 [E], on the same device; E at least 1. The numbers are read
-        when kernels run. ``activation``: of these experts, if another."""
+        """Return this table for the experts of ``index`` int32 [E], on the same device; E at least 1. The numbers are
+        read when kernels run. ``activation``: of these experts, if another."""
         check_tensor("index", index, torch.int32, (None,), device=self.table.device, gap=False)
         if not index.numel():
             raise ValueError("index: names the page of no expert")
@@ -185,13 +185,13 @@ def _steps_to_up(
         return replace(steps, up=width * steps.row, up_bias=width)
     shape = (width, first.shape[1])
     _check_tensors("up", parts["up"], shape, first, matrix=True)
-    found = [_distances("up", parts["gate_up"], parts["up"]), {0}]
+    distances = [_distances("up", parts["gate_up"], parts["up"]), {0}]
     if parts["gate_up_bias"]:
         _check_tensors("up_bias", parts["up_bias"], shape[:1], first)
-        found[1] = _distances("up_bias", parts["gate_up_bias"], parts["up_bias"])
-    if any(len(each) > 1 for each in found):
+        distances[1] = _distances("up_bias", parts["gate_up_bias"], parts["up_bias"])
+    if any(len(values) > 1 for values in distances):
         raise ValueError("up: must be as far behind gate_up in every page")
-    return replace(steps, up=found[0].pop(), up_bias=found[1].pop())
+    return replace(steps, up=distances[0].pop(), up_bias=distances[1].pop())
 
 
 def _distances(name: str, gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> set[int]:

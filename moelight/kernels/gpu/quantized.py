@@ -64,15 +64,15 @@ class TileForm:
 
     @property
     def cache_key(self) -> str:
-        """What Triton keys compiled programs by: the numbers, and the sources of the functions."""
-        numbers = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "by"]
-        return f"{numbers} {self.by.cache_key}"
+        """Return the key of compiled programs for Triton: the numbers, and the sources of the functions."""
+        values = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "by"]
+        return f"{values} {self.by.cache_key}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixForm:
-    """What is the same in the matrix of every page: its format, ``rows``, ``columns``, and the dtypes of its tensors by
-    suffix; ``bias``: that of its bias, None without one."""
+    """The properties shared by the matrices of all pages: its format, ``rows``, ``columns``, and the dtypes of its
+    tensors by suffix; ``bias``: that of its bias, None without one."""
 
     stored: Format
     rows: int
@@ -81,7 +81,7 @@ class MatrixForm:
     bias: torch.dtype | None
 
     def tile(self, depth: int) -> TileForm:
-        """How the matrix is unpacked in tiles of ``depth`` inputs, a power of two."""
+        """Return how the matrix is unpacked in tiles of ``depth`` inputs, a power of two."""
         from moelight.kernels.gpu.unpackers import UNPACKERS
 
         stored = self.stored
@@ -99,11 +99,11 @@ class MatrixForm:
             minima=stored.token_sums == "parts",
         )
 
-    def dtype_of(self, place: int) -> torch.dtype:
+    def dtype_of(self, index: int) -> torch.dtype:
         """The dtype as which kernels load the codes (0) or scales (1); that of the codes if there are none."""
         names, dtypes = self.stored.names, dict(self.dtypes)
-        found = dtypes.get(names[place] if place < len(names) else "", dtypes[names[0]])
-        return _LOADED_AS.get(found, found)
+        dtype = dtypes.get(names[index] if index < len(names) else "", dtypes[names[0]])
+        return _LOADED_AS.get(dtype, dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -147,31 +147,33 @@ class QuantizedTable(ExpertTable):
         """
         weights = {"gate_up": gate_up, "up": up or (), "down": down}
         biases = {"gate_up": gate_up_bias or (), "up": up_bias or (), "down": down_bias or ()}
-        matrices = {name: _matrices(name, each) for name, each in weights.items()}
+        matrices = {name: _matrices(name, tensors) for name, tensors in weights.items()}
         by_side = (activations, activations) if isinstance(activations, str) else activations
         forms = {
-            name: _form(name, each, biases[name], len(gate_up), bool(down_bias))
-            for name, each in matrices.items()
+            name: _form(name, listed, biases[name], len(gate_up), bool(down_bias))
+            for name, listed in matrices.items()
             if name != "up" or up is not None
         }
         if up is not None and forms["up"] != forms["gate_up"]:
             raise ValueError("up: must be stored as gate_up is")
         for name, rounded in zip(("gate_up", "down"), by_side, strict=True):
-            if (why := forms[name].stored.int8_reason if is_rounded(rounded) else None) is not None:
-                raise ValueError(f"{name}: {why}")
+            if (reason := forms[name].stored.int8_reason if is_rounded(rounded) else None) is not None:
+                raise ValueError(f"{name}: {reason}")
         halves = 2 if activation.gated and up is None else 1
         width, hidden = forms["gate_up"].rows // halves, forms["gate_up"].columns
         if forms["gate_up"].rows % halves or (forms["down"].rows, forms["down"].columns) != (hidden, width):
-            found = f"[{forms['down'].rows}, {forms['down'].columns}]"
-            raise ValueError(f"down: must have shape [{hidden}, {width}], has {found}")
-        device = next(iter(next(each for each in matrices["gate_up"] if each is not None).tensors.values())).device
-        each = {name: _addresses(matrices[name], biases[name]) for name in forms}
-        rows = [row for name in MATRICES for row in each.get(name, each["gate_up"])]
-        parts: dict[str, tuple[Any, ...]] = {name: tuple(given) for name, given in weights.items()}
+            shape = f"[{forms['down'].rows}, {forms['down'].columns}]"
+            raise ValueError(f"down: must have shape [{hidden}, {width}], has {shape}")
+        device = next(
+            iter(next(listed for listed in matrices["gate_up"] if listed is not None).tensors.values())
+        ).device
+        addresses = {name: _addresses(matrices[name], biases[name]) for name in forms}
+        rows = [row for name in MATRICES for row in addresses.get(name, addresses["gate_up"])]
+        parts: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in weights.items()}
         return QuantizedTable(
             hidden=hidden,
             width=width,
-            parts=parts | {f"{name}_bias": tuple(given) for name, given in biases.items()},
+            parts=parts | {f"{name}_bias": tuple(values) for name, values in biases.items()},
             table=torch.tensor(rows, dtype=torch.int64).to(device),
             index=torch.arange(len(gate_up), dtype=torch.int32, device=device),
             activation=activation,
@@ -185,7 +187,7 @@ def _matrices(name: str, weights: Any) -> list[Matrix[Tensor] | None]:
     """``weights``, plain numbers as matrices of a plain format; all checked."""
     if not isinstance(weights, (list, tuple)):
         raise ValueError(f"{name}: must be a list of matrices, is {type(weights).__name__}")
-    found: list[Matrix[Tensor] | None] = []
+    matrices: list[Matrix[Tensor] | None] = []
     for e, weight in enumerate(weights):
         matrix = weight
         if isinstance(weight, Tensor):
@@ -201,15 +203,15 @@ def _matrices(name: str, weights: Any) -> list[Matrix[Tensor] | None]:
                         f"{name}: entry {e}: {part} must begin at a multiple of {ALIGNMENT_BYTES} bytes, and have at "
                         f"most {_MOST_BYTES} of them"
                     )
-        found.append(matrix)
-    return found
+        matrices.append(matrix)
+    return matrices
 
 
 def _form(name: str, matrices: Sequence[Matrix[Tensor] | None], biases: Any, pages: int, biased: bool) -> MatrixForm:
     """The form that all ``matrices`` have."""
     if len(matrices) != pages or (len(biases) != pages if biased else biases):
         raise ValueError(f"{name}: must have {pages} entries, one for each page, and as many biases if any has some")
-    found = set()
+    forms = set()
     for e, matrix in enumerate(matrices):
         bias = biases[e] if biased else None
         if matrix is None:
@@ -219,24 +221,24 @@ def _form(name: str, matrices: Sequence[Matrix[Tensor] | None], biases: Any, pag
         dtypes = tuple((part, tensor.dtype) for part, tensor in matrix.tensors.items() if part in matrix.stored.names)
         kind = None if bias is None else bias.dtype
         form = MatrixForm(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, dtypes=dtypes, bias=kind)
-        found.add(form)
-    if len(found) != 1:
+        forms.add(form)
+    if len(forms) != 1:
         raise ValueError(f"{name}: must be of one format and size, and some page must have it")
-    return found.pop()
+    return forms.pop()
 
 
 def _addresses(matrices: Sequence[Matrix[Tensor] | None], biases: Biases) -> list[list[int]]:
-    """Of `TENSORS`, one a page and 0 for the page of experts without one; 0 where there is none."""
+    """Return the addresses of `TENSORS`, one per page; 0 for a missing tensor."""
 
     def at(find: Callable[[Matrix[Tensor]], Tensor | None]) -> list[int]:
         tensors = (None if matrix is None else find(matrix) for matrix in matrices)
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [0]
 
-    def part(place: int) -> list[int]:
-        return at(lambda matrix: matrix.tensors.get((*matrix.stored.names, "", "", "")[place]))
+    def part(index: int) -> list[int]:
+        return at(lambda matrix: matrix.tensors.get((*matrix.stored.names, "", "", "")[index]))
 
-    bias = [0 if each is None else each.data_ptr() for each in biases or [None] * len(matrices)]
-    return [*(part(place) for place in range(4)), [*bias, 0]]
+    bias = [0 if tensor is None else tensor.data_ptr() for tensor in biases or [None] * len(matrices)]
+    return [*(part(index) for index in range(4)), [*bias, 0]]
 
 
 def arguments_of(

@@ -34,11 +34,11 @@ def route(
     tokens, experts = check_tensor("logits", logits, FLOATS, (None, None), device=None)
     check_integer("top_k", top_k, 1, experts)
     if not serving.serves(logits.device, logits.dtype)[0]:
-        found, chosen = route_topk(logits, top_k, normalize)
+        shares, chosen = route_topk(logits, top_k, normalize)
         if weights_in_model_dtype:
-            found = found.to(logits.dtype).float()
+            shares = shares.to(logits.dtype).float()
         chosen, rank = chosen.sort(dim=-1)
-        return found.gather(-1, rank), chosen.to(torch.int32)
+        return shares.gather(-1, rank), chosen.to(torch.int32)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     if tokens == 0:
@@ -139,20 +139,20 @@ def combine(
     from moelight.kernels.gpu import rows_triton
 
     step = min(_COMBINE_COLUMNS, 1 << (width - 1).bit_length())
-    given = results, weights, places, out if begun is None else begun, out, rows, first, width
+    arguments = results, weights, places, out if begun is None else begun, out, rows, first, width
     flags = {"BEGUN": begun is not None, "ADD": bool(add), "BY_HAND": by_hand(out)}
     with on_device(results.device):
-        rows_triton.combine[(tokens, -(-width // step))](*given, TOP_K=top_k, BW=step, **flags)
+        rows_triton.combine[(tokens, -(-width // step))](*arguments, TOP_K=top_k, BW=step, **flags)
     return out
 
 
 def _sums_in_torch(results: Tensor, weights: Tensor, places: Tensor, begun: Tensor | None) -> Tensor:
     shape = places.shape[0], results.shape[1]
     total = torch.zeros(shape, dtype=torch.float32, device=results.device) if begun is None else begun.clone()
-    for place, weight in zip(places.unbind(1), weights.split(1, dim=1), strict=True):
-        there = ((place >= 0) & (place < len(results))).unsqueeze(1)
-        product = results[place.clamp(0, len(results) - 1)].float().mul_(weight)
-        total += product.masked_fill_(~there, 0.0)
+    for position, weight in zip(places.unbind(1), weights.split(1, dim=1), strict=True):
+        valid = ((position >= 0) & (position < len(results))).unsqueeze(1)
+        product = results[position.clamp(0, len(results) - 1)].float().mul_(weight)
+        total += product.masked_fill_(~valid, 0.0)
     return total
 
 

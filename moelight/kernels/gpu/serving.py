@@ -121,8 +121,8 @@ def serves(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
         return False, "triton was told to interpret its kernels (TRITON_INTERPRET=1)"
     if device.type != "cuda":
         return False, f"no kernel was written for devices of type {device.type}"
-    if why := failure(device.index):
-        return False, why
+    if reason := failure(device.index):
+        return False, reason
     return card_serves(capability(device.index), str(dtype).removeprefix("torch."))
 
 
@@ -141,9 +141,9 @@ def serves_integers(device: torch.device) -> tuple[bool, str]:
     clause."""
     import torch
 
-    served, why = serves(device, torch.float16)
+    served, reason = serves(device, torch.float16)
     if not served or device.type == "cpu":
-        return served, why
+        return served, reason
     return card_serves_integers(capability(device.index))
 
 
@@ -193,21 +193,21 @@ def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
     Page-locked memory has an address on the device, which CUDA's driver names and Triton's launcher looks up. Reading
     must not be tried: a wrong access ends the process's use of the device.
     """
-    served, why = serves(device, host.dtype)
+    served, reason = serves(device, host.dtype)
     if not served or device.type == "cpu":
-        return served, why
+        return served, reason
     import torch
 
     if torch.version.hip is not None:
         return False, "addresses of host memory are looked up with CUDA's driver only"
-    found = ctypes.c_uint64()
+    pointer = ctypes.c_uint64()
     try:
         with torch.cuda.device(device):
             lookup = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
-            code = lookup(ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(host.data_ptr()))
+            code = lookup(ctypes.byref(pointer), _DEVICE_POINTER, ctypes.c_uint64(host.data_ptr()))
     except (OSError, AttributeError) as error:
         return False, f"CUDA's driver does not look up addresses: {error}"
-    if code or not found.value:
+    if code or not pointer.value:
         return False, "the host memory is not page-locked"
     return True, "kernels read page-locked host memory over the link"
 
@@ -217,22 +217,22 @@ def serving_on(device: torch.device) -> list[Serving]:
     import torch
 
     half = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16
-    found = {name: ("triton", "torch", serves(device, half)) for name in ("attention", "routing")}
-    if device.type == "cuda" and found["attention"][2][0] and capability(device.index) < UNITS_SINCE:
-        why = f"torch for prompts from {MOST_TOKENS_WITHOUT_UNITS + 1} tokens on, for the tensor cores"
-        found["attention"] = "triton", "torch", (True, f"{found['attention'][2][1]}; {why}")
+    kernels = {name: ("triton", "torch", serves(device, half)) for name in ("attention", "routing")}
+    if device.type == "cuda" and kernels["attention"][2][0] and capability(device.index) < UNITS_SINCE:
+        reason = f"torch for prompts from {MOST_TOKENS_WITHOUT_UNITS + 1} tokens on, for the tensor cores"
+        kernels["attention"] = "triton", "torch", (True, f"{kernels['attention'][2][1]}; {reason}")
     host = torch.empty(1, dtype=half, pin_memory=device.type != "cpu" and torch.accelerator.is_available())
-    found["contexts from host memory"] = "one kernel", "copies by run of blocks", reads_host(host, device)
+    kernels["contexts from host memory"] = "one kernel", "copies by run of blocks", reads_host(host, device)
     rows = [
-        Serving(operation=f"{name} on {device}", implementation=best if served else other, reason=why)
-        for name, (best, other, (served, why)) in found.items()
+        Serving(operation=f"{name} on {device}", implementation=best if served else other, reason=reason)
+        for name, (best, other, (served, reason)) in kernels.items()
     ]
-    served, why = serves_integers(device)
-    numbers = "triton" if served else "unpacked to 16 bits; `generate` refuses --activations int8"
-    rows.append(Serving(operation=f"{INT8_ACTIVATIONS} on {device}", implementation=numbers, reason=why))
+    served, reason = serves_integers(device)
+    implementation = "triton" if served else "unpacked to 16 bits; `generate` refuses --activations int8"
+    rows.append(Serving(operation=f"{INT8_ACTIVATIONS} on {device}", implementation=implementation, reason=reason))
     for many, count in (("few", 1), ("many", 10 * MOST_ROWS_WITHOUT_UNITS)):
-        name, why = expert_kernel(device, half, count)
-        rows.append(Serving(operation=f"experts of {many} rows on {device}", implementation=name, reason=why))
+        name, reason = expert_kernel(device, half, count)
+        rows.append(Serving(operation=f"experts of {many} rows on {device}", implementation=name, reason=reason))
     return rows
 
 

@@ -57,12 +57,12 @@ def choose(card: tuple[int, int], *, itemsize: int, mean_rows: float, matrices: 
         return Tile(rows=16, columns=32, depth=depth, warps=4, stages=1, band=_BAND_ROWS // 16)
     if itemsize == 4:
         return _single(card, depth, 32 if unpacks and mean_rows > 32 else mean_rows, matrices)
-    most = 64 if unpacks and card >= _UNPACKED_BY_64_SINCE else 128
-    rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
+    max_rows = 64 if unpacks and card >= _UNPACKED_BY_64_SINCE else 128
+    rows = next((size for size in (16, 32, 64) if mean_rows <= size <= max_rows), max_rows)
     columns = 128 if rows > 32 and matrices == 1 else 64
     stage = (rows + matrices * columns) * depth * itemsize
     stages = max(1, min(_MOST_STAGES, shared_bytes(card) // stage))
-    warps = 8 if rows * columns * matrices >= most * 128 else 4
+    warps = 8 if rows * columns * matrices >= max_rows * 128 else 4
     return Tile(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, band=_BAND_ROWS // rows)
 
 
@@ -76,8 +76,8 @@ def choose_integers(
     depth = INTEGER_STEP // 2 if block or (matrices == 2 and small) else INTEGER_STEP
     if block and older:
         depth //= 2
-    most = 64 if block or (matrices == 2 and small) else 128
-    rows = next((size for size in (16, 32, 64) if mean_rows <= size <= most), most)
+    max_rows = 64 if block or (matrices == 2 and small) else 128
+    rows = next((size for size in (16, 32, 64) if mean_rows <= size <= max_rows), max_rows)
     # A block has two sums for each number.
     columns = 32 if matrices == 2 and (block or scattered or (small and older)) else 64
     # The loads of a whole block run ahead, not of ``depth`` of it.

@@ -34,7 +34,7 @@ class Unpacker:
 
     @property
     def cache_key(self) -> str:
-        """What determines the functions: Triton's keys of their sources."""
+        """Return the key of the functions: Triton's keys of their sources."""
         functions = ((field.name, getattr(self, field.name)) for field in fields(self))
         return " ".join(f"{name}={getattr(function, 'cache_key', function)}" for name, function in functions)
 

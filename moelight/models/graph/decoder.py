@@ -56,11 +56,11 @@ class Running:
 
     def take(self, kind: type[Kind], layer: int) -> Kind:
         """The next effect, which is ``kind`` of ``layer``."""
-        found = self.next()
-        if not isinstance(found, kind) or getattr(found, "layer", layer) != layer:
-            raise ScheduleError(f"the graph is at {found!r:.80}, not at {kind.__name__} of layer {layer}")
+        effect = self.next()
+        if not isinstance(effect, kind) or getattr(effect, "layer", layer) != layer:
+            raise ScheduleError(f"the graph is at {effect!r:.80}, not at {kind.__name__} of layer {layer}")
         self.effect = None
-        return found
+        return effect
 
 
 class GraphDecoder:
@@ -94,17 +94,17 @@ class GraphDecoder:
         self.predicts = graph.predicts
         forms = iter(graph.forms)
         self._forms: list[ExpertForm | None] = [next(forms) if moe else None for moe in graph.moe_layers]
-        each = iter(activations)
-        self._by = [next(each) if moe else None for moe in graph.moe_layers]
-        whole = zip(self._by, self._forms, strict=True)
+        remaining = iter(activations)
+        self._by = [next(remaining) if moe else None for moe in graph.moe_layers]
+        pairs = zip(self._by, self._forms, strict=True)
         self.activations: Sequence[Activation | None] = [
-            None if form is None or form.finish is not None else by for by, form in whole
+            None if form is None or form.finish is not None else by for by, form in pairs
         ]
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
         """Prepare the run without computing: it starts with the first layer."""
-        lengths = [each.length for each in rows]
-        states = [(self._state(each), each.count) for each in rows]
+        lengths = [row.length for row in rows]
+        states = [(self._state(row), row.count) for row in rows]
         return Running(self._graph.start(token_ids, positions, states, lengths))
 
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:  # noqa: ARG002
@@ -122,10 +122,10 @@ class GraphDecoder:
             self.sinks[layer] = effect.sinks
         return effect.q, effect.k, effect.v
 
-    def split_heads(self, found: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
-        if not found:
+    def split_heads(self, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not projected:
             return None
-        q, k, v = found
+        q, k, v = projected
         return q, k, v
 
     def post_attention(
@@ -214,8 +214,8 @@ class GraphDecoder:
         """By the block of ``layer`` on the input of the last layer's experts: what the graph adds to it is within."""
         assert running.routed is not None, "experts of the layer before have been routed to"
         effect = self._graph.route(sum(self._graph.moe_layers[:layer]), running.routed)
-        found = self._routed(layer, effect)
-        return found.weights, found.ids
+        routed = self._routed(layer, effect)
+        return routed.weights, routed.ids
 
     def end(self, hidden: Tensor, running: Running) -> None:
         hidden.copy_(running.take(Ended, -1).hidden)
@@ -232,7 +232,7 @@ class GraphDecoder:
 
     def _binding(self, layer: int, page: Tensor) -> ExpertWeights:
         """Return the identity as an expert that first installs the matrices of ``layer``, views of ``page``."""
-        bind = binding(self._graph.module, {each.name: each.of(page) for each in self._matrices[layer]})
+        bind = binding(self._graph.module, {matrix.name: matrix.of(page) for matrix in self._matrices[layer]})
 
         def expert(x: Tensor) -> Tensor:
             bind()
@@ -243,9 +243,9 @@ class GraphDecoder:
     def _state(self, rows: Rows) -> State:
         if not self._graph.stateful:
             return self._empty
-        if rows.start == 0 or rows.place not in self._states:
-            self._states[rows.place] = State()
-        return self._states[rows.place]
+        if rows.start == 0 or rows.slot not in self._states:
+            self._states[rows.slot] = State()
+        return self._states[rows.slot]
 
 
 def _zeroed(hidden: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ _PARTS = (((0, 7), (1, 4)), ((1, 1), (0, 1)), ((0, 4),))  # on trial: sequences 
 class Keeps(Protocol):
     """The recurrent state of a sequence: tensors by module and index of the function that they belong to."""
 
-    kept: dict[tuple[Any, int], Tensor]
+    tensors: dict[tuple[Any, int], Tensor]
 
 
 class DeltaModule:
@@ -59,14 +59,14 @@ class DeltaModule:
             _now.rows = None
 
 
-def delta_module(module: Any, known: dict[Any, Mapping[str, Callable[..., Any]] | None]) -> DeltaModule | None:
-    """``module`` on our kernels, if it is one of the gated delta rule; ``known``: what was found of others like it."""
+def delta_module(module: Any, cache: dict[Any, Mapping[str, Callable[..., Any]] | None]) -> DeltaModule | None:
+    """``module`` on our kernels, if it is one of the gated delta rule; ``cache``: what was found of others like it."""
     if not native.available():
         return None
-    key = described(module), tuple((name, each.shape) for name, each in module.named_parameters())
-    if key not in known:
-        known[key] = _functions_of(module)
-    return None if (functions := known[key]) is None else DeltaModule(module, functions)
+    key = described(module), tuple((name, parameter.shape) for name, parameter in module.named_parameters())
+    if key not in cache:
+        cache[key] = _functions_of(module)
+    return None if (functions := cache[key]) is None else DeltaModule(module, functions)
 
 
 class _Ragged:
@@ -79,10 +79,10 @@ class _Ragged:
     def states(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         """One of each sequence, zeros at its beginning."""
         key, self._asked = (self._module, self._asked), self._asked + 1
-        for each in self._states:
-            if key not in each.kept:
-                each.kept[key] = torch.zeros(shape, dtype=dtype)
-        return [each.kept[key] for each in self._states]
+        for state in self._states:
+            if key not in state.tensors:
+                state.tensors[key] = torch.zeros(shape, dtype=dtype)
+        return [state.tensors[key] for state in self._states]
 
 
 class _Now(threading.local):
@@ -123,8 +123,8 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str
     inputs = x[0].t().to(weight.dtype)
     inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
     states = rows.states((taps - 1, len(weight)), weight.dtype)
-    found = cpu_causal_conv(inputs, weight.contiguous(), bias, states, rows.starts, silu=activation is not None)
-    return found.to(x.dtype).t()[None]
+    result = cpu_causal_conv(inputs, weight.contiguous(), bias, states, rows.starts, silu=activation is not None)
+    return result.to(x.dtype).t()[None]
 
 
 def _rule(
@@ -142,9 +142,9 @@ def _rule(
         raise NotImplementedError("a delta rule of another kind")
     decay = g[0].float() if g.ndim == 4 else g[0].float().unsqueeze(-1)
     states = rows.states((value.shape[2], key.shape[3], value.shape[3]), torch.float32)
-    q, k, v = (_dense(each[0]) for each in (query, key, value))
-    found = cpu_delta_rule(q, k, v, decay.contiguous(), beta[0].float().contiguous(), states, rows.starts)
-    return found[None], torch.empty(0)
+    q, k, v = (_dense(tensor[0]) for tensor in (query, key, value))
+    result = cpu_delta_rule(q, k, v, decay.contiguous(), beta[0].float().contiguous(), states, rows.starts)
+    return result[None], torch.empty(0)
 
 
 def _dense(heads: Tensor) -> Tensor:
@@ -154,10 +154,12 @@ def _dense(heads: Tensor) -> Tensor:
 
 def _functions_of(module: Any) -> Mapping[str, Callable[..., Any]] | None:
     """By name what takes the place of functions that the forward of ``module`` calls, if it computes the same so."""
-    own = undecorated(type(module).forward)  # is called with the module, hidden states, cache and mask in this order
-    if [*inspect.signature(own).parameters][2:4] != [cache_argument(own), "attention_mask"]:
+    original = undecorated(
+        type(module).forward
+    )  # is called with the module, hidden states, cache and mask in this order
+    if [*inspect.signature(original).parameters][2:4] != [cache_argument(original), "attention_mask"]:
         return None
-    called = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
+    called = {name: original.__globals__[name] for name in original.__code__.co_names if name in original.__globals__}
     functions: dict[str, Callable[..., Any]] = {}
     for name, function in called.items():
         if callable(function) and _is_conv(function):
@@ -170,9 +172,9 @@ def _functions_of(module: Any) -> Mapping[str, Callable[..., Any]] | None:
 def _is_conv(function: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 6), (6, 3), (6,)))
-    found = _asked(function, x.t()[None], weight, bias, activation="silu")
+    result = _asked(function, x.t()[None], weight, bias, activation="silu")
     expected = plain_conv(x, weight, bias, [torch.zeros(2, 6)], (0, 5), silu=True)
-    return isinstance(found, Tensor) and _close(found, expected.t()[None])
+    return isinstance(result, Tensor) and _close(result, expected.t()[None])
 
 
 def _is_rule(function: Any) -> bool:
@@ -182,37 +184,37 @@ def _is_rule(function: Any) -> bool:
     beta = torch.rand((5, 2), generator=generator)
     for shape in ((5, 2), (5, 2, 4)):
         decay = -torch.rand(shape, generator=generator)
-        given = (each[None] for each in (q, k, v))
+        arguments = (tensor[None] for tensor in (q, k, v))
         asked = {"initial_state": None, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        found = _asked(function, *given, g=decay[None], beta=beta[None], **asked)
+        result = _asked(function, *arguments, g=decay[None], beta=beta[None], **asked)
         state = torch.zeros((2, 4, 6))
         expected = plain_rule(q, k, v, decay.view(5, 2, -1), beta, [state], (0, 5))
-        if isinstance(found, tuple) and len(found) == 2 and _close(found[0], expected[None]):
-            return _close(found[1], state[None])
+        if isinstance(result, tuple) and len(result) == 2 and _close(result[0], expected[None]):
+            return _close(result[1], state[None])
     return False
 
 
-def _asked(function: Any, *given: Any, **named: Any) -> Any:
+def _asked(function: Any, *arguments: Any, **named: Any) -> Any:
     try:
         with torch.inference_mode():
-            return function(*given, **named)
+            return function(*arguments, **named)
     except FAILURES:
         return None
 
 
-def _close(found: Any, expected: Tensor) -> bool:
-    if not isinstance(found, Tensor) or found.shape != expected.shape:
+def _close(result: Any, expected: Tensor) -> bool:
+    if not isinstance(result, Tensor) or result.shape != expected.shape:
         return False
-    return torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
+    return torch.allclose(result, expected, rtol=1e-3, atol=1e-4)
 
 
 class _Folded:
     """In place of the product of a linear layer: every input has a part in some output, and every output has one."""
 
     def __init__(self, outputs: int, inputs: int, generator: torch.Generator) -> None:
-        most = -(-max(outputs, inputs) // outputs) * outputs
-        self._outputs, self._inputs = outputs, torch.arange(most) % inputs
-        self._factors = torch.randn(most, generator=generator)
+        padded = -(-max(outputs, inputs) // outputs) * outputs
+        self._outputs, self._inputs = outputs, torch.arange(padded) % inputs
+        self._factors = torch.randn(padded, generator=generator)
 
     def __call__(self, x: Tensor) -> Tensor:
         return (x[..., self._inputs] * self._factors).unflatten(-1, (-1, self._outputs)).sum(-2)
@@ -220,47 +222,47 @@ class _Folded:
 
 def _on_trial(module: Any) -> Any:
     """A copy of ``module`` in float32 with random numbers, without the matrices of its linear layers."""
-    made = copy.deepcopy(module, {id(each): each for each in (*module.parameters(), *module.buffers())})
+    made = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
     generator = torch.Generator().manual_seed(0)
     for part in made.modules():
         part.__dict__.pop("forward", None)
         if type(part).forward is nn.Linear.forward:
             part.forward = _Folded(part.out_features, part.in_features, generator)
             continue
-        for name, each in part._parameters.items():
-            if each is not None:
-                numbers = torch.rand(each.shape, generator=generator) - 0.5
-                part._parameters[name] = nn.Parameter(numbers, requires_grad=False)
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                values = torch.rand(parameter.shape, generator=generator) - 0.5
+                part._parameters[name] = nn.Parameter(values, requires_grad=False)
     return made
 
 
 class _Sequence:
     def __init__(self) -> None:
-        self.kept: dict[tuple[Any, int], Tensor] = {}
+        self.tensors: dict[tuple[Any, int], Tensor] = {}
 
 
 def _agrees(module: Any, functions: Mapping[str, Callable[..., Any]]) -> bool:
     """Whether ``module`` gives with ``functions`` what it gives without them, of sequences in parts."""
-    sizes = [each.weight.shape[1] for each in module.children() if type(each).forward is nn.Linear.forward]
+    sizes = [child.weight.shape[1] for child in module.children() if type(child).forward is nn.Linear.forward]
     if not sizes:
         return False
     trial, hidden = _on_trial(module), getattr(module, "hidden_size", sizes[0])
     ours, sequences = DeltaModule(trial, functions), (_Sequence(), _Sequence())
-    lengths = [sum(rows for part in _PARTS for number, rows in part if number == each) for each in range(2)]
+    lengths = [sum(rows for part in _PARTS for number, rows in part if number == sequence) for sequence in range(2)]
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn((length, hidden), generator=generator) for length in lengths]
     expected = [_asked(type(module).forward, trial, x[None]) for x in inputs]
-    found: list[list[Tensor]] = [[], []]
+    results: list[list[Tensor]] = [[], []]
     done = [0, 0]
     for part in _PARTS:
         rows = torch.cat([inputs[number][done[number] : done[number] + count] for number, count in part])
         result = _asked(ours, [(sequences[number], count) for number, count in part], rows[None])
         if not isinstance(result, Tensor) or result.shape != (1, *rows.shape):
             return False
-        for (number, count), each in zip(part, result[0].split([count for _, count in part]), strict=True):
-            found[number].append(each)
+        for (number, count), piece in zip(part, result[0].split([count for _, count in part]), strict=True):
+            results[number].append(piece)
             done[number] += count
     return all(
         isinstance(one, Tensor) and _close(torch.cat(other)[None] / one.abs().max(), one / one.abs().max())
-        for one, other in zip(expected, found, strict=True)
+        for one, other in zip(expected, results, strict=True)
     )

@@ -26,28 +26,28 @@ _DIGITS = 6  # of a constant that is found by its effect
 
 
 class PageViews:
-    """Finds the expert in a page of ``numbers``.
+    """Finds the expert in a page of ``elements``.
 
     Attributes:
         activations: of each of the layers' ``forms``; None: no kernel computes it.
     """
 
     def __init__(self, layout: PageLayout, forms: Sequence[ExpertForm]) -> None:
-        self._layout, self.numbers = layout, layout.numbers
+        self._layout, self.elements = layout, layout.elements
         self.activations = [recognised(form) for form in forms]
         gate_up, biases = layout.gate_up, (layout.gate_up_bias, layout.down_bias)
         straight = gate_up is not None and not (gate_up.transposed or layout.down.transposed or layout.interleaved)
         finished = any(form.finish is not None for form in forms)
         self._plain = straight and biases == (None, None) and set(self.activations) == {SILU} and not finished
 
-    def of(self, numbers: Tensor) -> tuple[Tensor, Tensor] | Matrices:
-        """The expert whose page is ``numbers``, of the dtype of pages."""
+    def of(self, page: Tensor) -> tuple[Tensor, Tensor] | Matrices:
+        """The expert whose page is ``page``, of the dtype of pages."""
         layout = self._layout
-        whole = layout.gate_up is not None and (layout.gate_bias is None) == (layout.gate_up_bias is None)
-        joined, apart = layout.gate_up if whole else None, layout.gate is not None and not whole
+        is_joined = layout.gate_up is not None and (layout.gate_bias is None) == (layout.gate_up_bias is None)
+        joined, apart = layout.gate_up if is_joined else None, layout.gate is not None and not is_joined
         first = joined or layout.gate or layout.up
         if self._plain:
-            return first.of(numbers), layout.down.of(numbers)
+            return first.of(page), layout.down.of(page)
         first_bias = (layout.gate_bias if apart else layout.gate_up_bias) if layout.gate else layout.up_bias
         places = {
             "gate_up": first,
@@ -57,7 +57,7 @@ class PageViews:
             "up_bias": layout.up_bias if apart else None,
             "down_bias": layout.down_bias,
         }
-        views: dict[str, Any] = {name: place.of(numbers) for name, place in places.items() if place is not None}
+        views: dict[str, Any] = {name: matrix.of(page) for name, matrix in places.items() if matrix is not None}
         return Matrices(**views, interleaved=layout.interleaved)
 
 
@@ -86,10 +86,10 @@ def recognised(form: ExpertForm) -> Activation | None:
         candidates = _candidates(form)
     except (RuntimeError, TypeError):
         return None
-    for each in candidates:
-        found = each(gate, up) if form.gated else each(gate)
-        if found.shape == wanted.shape and torch.allclose(found, wanted.double(), rtol=1e-5, atol=1e-9):
-            return each
+    for candidate in candidates:
+        result = candidate(gate, up) if form.gated else candidate(gate)
+        if result.shape == wanted.shape and torch.allclose(result, wanted.double(), rtol=1e-5, atol=1e-9):
+            return candidate
     return None
 
 
@@ -113,14 +113,14 @@ def _candidates(form: ExpertForm) -> list[Activation]:
     curve = (little - nothing) / _SMALL
     if not math.isfinite(curve) or curve == 0:
         return []
-    shift, most = nothing / curve, at(_SMALL, 1e6) / curve
-    limit = math.inf if most - shift > 1e5 else _short(most - shift)
+    shift, maximum = nothing / curve, at(_SMALL, 1e6) / curve
+    limit = math.inf if maximum - shift > 1e5 else _short(maximum - shift)
     share = curve / _SMALL
     alpha = _short(math.log(share / (1 - share)) / _SMALL) if 0 < share < 1 else 1.0
     curves = [("silu", alpha), ("gelu", 1.0), ("gelu_tanh", 1.0), ("relu2", 1.0)]
     return [
-        Activation(name, each, limit, _short(shift), late)
-        for name, each in curves
+        Activation(name, function, limit, _short(shift), late)
+        for name, function in curves
         for late in ((False, True) if limit < math.inf else (False,))
     ]
 

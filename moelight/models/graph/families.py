@@ -102,13 +102,13 @@ class ExpertForm:
 
     def forward(self, page: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """One expert, whose matrices and biases ``page`` has by name, on x [n, H] -> [n, H]."""
-        out = _product(page, self.outward, self.activate(*(_product(page, each, x) for each in self.inward)))
+        out = _product(page, self.outward, self.activate(*(_product(page, matrix, x) for matrix in self.inward)))
         return out if self.finish is None else self.finish(out)
 
     def names(self) -> list[str]:
         """The parameters of the module that pages are cut from."""
         every = (*self.inward, self.outward)
-        return [each.name for each in every] + [each.bias for each in every if each.bias is not None]
+        return [matrix.name for matrix in every] + [matrix.bias for matrix in every if matrix.bias is not None]
 
     def shapes(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The matrices and biases of one expert by their names in a page, given the shapes of the ``parameters``."""
@@ -116,23 +116,23 @@ class ExpertForm:
         one = stack[1:] if len(stack) > 2 else (stack[0] // self.count, stack[1])
         rows, columns = one[:: -1 if self.outward.transposed else 1]
         inward = ("gate", "up") if self.gated else ("up",)
-        found: dict[str, tuple[int, ...]] = {**dict.fromkeys(inward, (columns, rows)), "down": (rows, columns)}
-        if any(each.bias is not None for each in self.inward):
-            found |= {f"{name}_bias": (columns,) for name in inward}
+        shapes: dict[str, tuple[int, ...]] = {**dict.fromkeys(inward, (columns, rows)), "down": (rows, columns)}
+        if any(matrix.bias is not None for matrix in self.inward):
+            shapes |= {f"{name}_bias": (columns,) for name in inward}
         if self.outward.bias is not None:
-            found["down_bias"] = (rows,)
-        return found
+            shapes["down_bias"] = (rows,)
+        return shapes
 
     def page(self, module: Any, expert: int) -> dict[str, Tensor]:
         """Views of the parameters of one expert of ``module``."""
-        found = {}
-        for each in (*self.inward, self.outward):
-            weight = module.get_parameter(each.name)
+        tensors = {}
+        for matrix in (*self.inward, self.outward):
+            weight = module.get_parameter(matrix.name)
             stacked = weight.unflatten(0, (self.count, -1)) if weight.ndim == 2 else weight
-            found[each.name] = stacked[expert]
-            if each.bias is not None:
-                found[each.bias] = module.get_parameter(each.bias)[expert]
-        return found
+            tensors[matrix.name] = stacked[expert]
+            if matrix.bias is not None:
+                tensors[matrix.bias] = module.get_parameter(matrix.bias)[expert]
+        return tensors
 
 
 def _product(page: Mapping[str, Tensor], projection: Projection, x: Tensor) -> Tensor:
@@ -172,12 +172,12 @@ class OutsideExperts:
         forward: in place of the module's: ``forward(module, mix, *its arguments)``.
             None: its own.
         form: of the experts, where the module is what is given to ``mix``.
-        whole: the module is given hidden states, and has its router within.
+        routes: the module is given hidden states, and has its router within.
     """
 
     forward: Callable[..., Any] | None = None
     form: Callable[[Any], ExpertForm] = interface_form
-    whole: bool = False
+    routes: bool = False
 
 
 def _gate_up(
@@ -254,7 +254,7 @@ OUTSIDE: Mapping[str, OutsideExperts] = {
     "DbrxExperts": OutsideExperts(forward=_as_called, form=_dbrx_form),
     "JetMoeMoE": OutsideExperts(
         forward=_jetmoe,
-        whole=True,
+        routes=True,
         form=lambda module: _gate_up(
             module.activation, module.router.num_experts, up="input_linear.weight", down="output_linear.weight"
         ),

@@ -63,23 +63,23 @@ class Table:
 
     @classmethod
     def read(cls, path: Path = TABLE) -> Table:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         families = (
             Family(
                 **{
-                    **each,
-                    "types": tuple(each["types"]),
-                    "mixers": tuple(each.get("mixers", ())),
-                    "shapes_differ": tuple(each.get("shapes_differ", ())),
+                    **entry,
+                    "types": tuple(entry["types"]),
+                    "mixers": tuple(entry.get("mixers", ())),
+                    "shapes_differ": tuple(entry.get("shapes_differ", ())),
                 }
             )
-            for each in said["families"]
+            for entry in content["families"]
         )
-        return cls(transformers=said["transformers"], families=tuple(families))
+        return cls(transformers=content["transformers"], families=tuple(families))
 
     def write(self, path: Path) -> None:
         """Raises OSError."""
-        rows = [{key: value for key, value in asdict(each).items() if value} for each in self.families]
+        rows = [{key: value for key, value in asdict(family).items() if value} for family in self.families]
         lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
         head = f'{{\n "transformers": {json.dumps(self.transformers)},\n "families": [\n'
         write_whole(path, f"{head}{lines}\n ]\n}}\n")
@@ -88,24 +88,24 @@ class Table:
 def versions() -> tuple[str, str, str]:
     """Return the installed versions of transformers, torch and moelight; raises ConfigError if they, or greenlet, are
     missing."""
-    found = {}
+    installed = {}
     for name in _NEEDED:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             raise ConfigError(
                 f"{name} is not installed, of whose families this is the list: pip install 'moelight[graph]'"
             ) from None
-    return found["transformers"], found["torch"], __version__
+    return installed["transformers"], installed["torch"], __version__
 
 
 def known_table() -> Table | None:
     """The table of the installed version of transformers: the measured one, or what `keep` kept; else None."""
-    table, kept = Table.read(), _kept()
+    table, path = Table.read(), _kept()
     if table.transformers == versions()[0]:
         return table
     try:
-        return Table.read(kept)
+        return Table.read(path)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -119,16 +119,16 @@ def keep(families: Iterable[Family]) -> Table:
 
 
 def _kept() -> Path:
-    theirs, torch, own = versions()
-    return cache_directory("families", f"{theirs}-{torch}-{own}.json")
+    theirs, torch, moelight_version = versions()
+    return cache_directory("families", f"{theirs}-{torch}-{moelight_version}.json")
 
 
 def self_tests() -> dict[str, float]:
     """By ``model_type``, the largest error of self-tests that passed on this machine with the installed versions."""
-    wanted, found = list(versions()), dict[str, float]()
+    wanted, errors = list(versions()), dict[str, float]()
     for path in sorted(cache_directory("self-tests").glob("*.txt")):
         with contextlib.suppress(OSError, ValueError):
             model_type, error, *of = path.read_text(encoding="utf-8").split()
             if of == wanted:
-                found[model_type] = max(found.get(model_type, 0.0), float(error))
-    return found
+                errors[model_type] = max(errors.get(model_type, 0.0), float(error))
+    return errors

@@ -22,8 +22,14 @@ def undecorated(forward: Callable[..., Any]) -> Any:
     return inspect.unwrap(forward)
 
 
-def calling(own: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
-    """``own`` with ``functions`` in place of those that it calls by these names."""
-    made = FunctionType(own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__)
-    made.__kwdefaults__ = own.__kwdefaults__
+def calling(function: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """``function`` with ``functions`` in place of those that it calls by these names."""
+    made = FunctionType(
+        function.__code__,
+        {**function.__globals__, **functions},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
     return made

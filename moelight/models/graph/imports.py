@@ -41,13 +41,13 @@ def _import_without_triton(*names: str) -> None:
     from torch.utils._triton import has_triton_package
 
     sys.modules["triton"] = None  # type: ignore[assignment]
-    said = logging.root.manager.disable
+    disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # that flops of triton's kernels are not counted: there are none
     try:
         for name in names:
             importlib.import_module(name)
     finally:
-        logging.disable(said)
+        logging.disable(disabled)
         del sys.modules["triton"]
         has_triton_package.cache_clear()
 

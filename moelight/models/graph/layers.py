@@ -47,8 +47,8 @@ def use_kernels(module: nn.Module) -> None:
     """Let leaves, attention and decoder layers of ``module`` compute by our kernels wherever their parameters are when
     they are called."""
     norms = twice_rounded_norms(module)
-    attention = {part: found for part in module.modules() if (found := _attention_of(part, norms)) is not None}
-    known: dict[Any, tuple[str, ...] | None] = {}
+    attention = {part: usual for part in module.modules() if (usual := _attention_of(part, norms)) is not None}
+    orders: dict[Any, tuple[str, ...] | None] = {}
     layers = []
     for part in module.modules():
         children = list(part.children())
@@ -57,9 +57,9 @@ def use_kernels(module: nn.Module) -> None:
         if attention.keys().isdisjoint(children):
             continue
         key = described(part), tuple((name, child in attention) for name, child in part.named_children())
-        if key not in known:
-            known[key] = _order_of(part)
-        if (order := known[key]) is not None:
+        if key not in orders:
+            orders[key] = _order_of(part)
+        if (order := orders[key]) is not None:
             layers.append((part, [part._modules[name] for name in order]))
     use_leaf_kernels(module)
     for part, (first, mixer, second, block) in layers:
@@ -73,25 +73,25 @@ class _UsualAttention:
 
     Attributes:
         products: of q, k, v and the output, without biases.
-        norms: of each head of the queries and of the keys, or of all of them together (``whole``); None: there are
-            none. ``eps``: what they add under their roots.
+        norms: of each head of the queries and of the keys, or of all of them together (``per_projection``); None: there
+            are none. ``eps``: what they add under their roots.
         like: its effect on trial, whose heads, scale, window and limits are those of every effect.
     """
 
     part: Any
     products: tuple[Any, ...]
     norms: tuple[Any, ...]
-    whole: bool
+    per_projection: bool
     eps: float
     like: Attend
 
     def matrix(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
         """The matrix of q, k and v [(Hq + 2 Hkv) D, H], if the kernels compute all of the attention with it."""
         dtype, angles = hidden.dtype, (1, hidden.shape[1], self.like.q.shape[2])
-        if any(each.shape != angles or each.dtype != dtype or not each.is_contiguous() for each in (cos, sin)):
+        if any(tensor.shape != angles or tensor.dtype != dtype or not tensor.is_contiguous() for tensor in (cos, sin)):
             return None
-        weights = [each._parameters["weight"] for each in (*self.products, *self.norms)]
-        if any(each.dtype != dtype or each.device != hidden.device for each in weights):
+        weights = [tensor._parameters["weight"] for tensor in (*self.products, *self.norms)]
+        if any(weight.dtype != dtype or weight.device != hidden.device for weight in weights):
             return None
         return as_one_matrix(*weights[:3])
 
@@ -100,8 +100,8 @@ class _UsualAttention:
         run, like = running(), self.like
         queries, keys, size = like.q.shape[1], like.k.shape[1], like.q.shape[2]
         qkv = linear(x, matrix)
-        weights = [each._parameters["weight"] for each in self.norms]
-        if weights and self.whole:
+        weights = [norm._parameters["weight"] for norm in self.norms]
+        if weights and self.per_projection:
             for some, weight in zip(qkv.split((queries * size, keys * size, keys * size), 1), weights, strict=False):
                 cpu_rms_norm(some, weight, self.eps, out=some)
             weights = []
@@ -135,8 +135,8 @@ class _UsualLayer:
         mixed = self.attention(cpu_rms_norm(sums, first, self.eps[0]), matrix, cos[0], sin[0])
         for hook in self.attention.part._forward_hooks.values():
             hook(self.attention.part, (), (mixed[None], None))
-        found = self.block(cpu_rms_norm(sums, second, self.eps[1], add=mixed)[None])
-        return sums[None].add_(found[0] if isinstance(found, tuple) else found)
+        output = self.block(cpu_rms_norm(sums, second, self.eps[1], add=mixed)[None])
+        return sums[None].add_(output[0] if isinstance(output, tuple) else output)
 
     def _matrix(
         self,
@@ -152,7 +152,7 @@ class _UsualLayer:
             return None
         if not native.on_cpu(hidden) or not native.available() or hidden.dtype not in FLOATS or len(hidden) != 1:
             return None
-        if any(each.dtype != hidden.dtype or not native.on_cpu(each) for each in norms):
+        if any(norm.dtype != hidden.dtype or not native.on_cpu(norm) for norm in norms):
             return None
         return self.attention.matrix(hidden, *position_embeddings) if running().repeats(*position_embeddings) else None
 
@@ -160,30 +160,30 @@ class _UsualLayer:
 def _attention_of(part: Any, norms: Mapping[nn.Module, float]) -> _UsualAttention | None:
     """``part`` as attention of the usual form, if it is."""
     children = list(part.children())
-    products = tuple(each for each in children if type(each).forward is nn.Linear.forward)
-    normed = tuple(each for each in children if each in norms)
+    products = tuple(child for child in children if type(child).forward is nn.Linear.forward)
+    normed = tuple(child for child in children if child in norms)
     if (len(products), len(children)) not in ((4, 4), (4, 6)) or len(products) + len(normed) != len(children):
         return None
     if part._parameters or "forward" in vars(part) or type(part).__name__ in ATTENTION:
         return None
-    size, eps = getattr(part, "head_dim", None), {norms[each] for each in normed}
-    if not isinstance(size, int) or any(each.bias is not None for each in products) or len(eps) > 1:
+    size, eps = getattr(part, "head_dim", None), {norms[norm] for norm in normed}
+    if not isinstance(size, int) or any(product.bias is not None for product in products) or len(eps) > 1:
         return None
-    outputs = [each.weight.shape[0] for each in products]
+    outputs = [product.weight.shape[0] for product in products]
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn((count, _HIDDEN), generator=generator) for count in outputs[:3]]
     matrices.append(torch.randn((_HIDDEN, outputs[0]), generator=generator))
-    weights = [torch.rand(each.weight.shape, generator=generator) + 0.5 for each in normed]
+    weights = [torch.rand(norm.weight.shape, generator=generator) + 0.5 for norm in normed]
     trial = _Trial(part, dict(zip(products, map(product_of, matrices), strict=True)), size)
-    for each, weight in zip(normed, weights, strict=True):
-        trial.children[each] = copy.copy(each)
-        trial.children[each]._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    for norm, weight in zip(normed, weights, strict=True):
+        trial.children[norm] = copy.copy(norm)
+        trial.children[norm]._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     x = torch.randn((_ROWS, _HIDDEN), generator=generator) * _LARGE
-    if (found := trial.run(x)) is None:
+    if (result := trial.run(x)) is None:
         return None
-    effect, out = found
-    whole, once = bool(normed) and normed[0].weight.shape[0] != size, (0.0, *eps)[-1]
-    made = _UsualAttention(part, products, normed, whole, once, effect)
+    effect, out = result
+    per_projection, once = bool(normed) and normed[0].weight.shape[0] != size, (0.0, *eps)[-1]
+    made = _UsualAttention(part, products, normed, per_projection, once, effect)
     return made if _agrees(made, matrices, weights, x, trial, out) else None
 
 
@@ -204,8 +204,8 @@ class _Trial:
 
         def body(**_: object) -> GivenHidden:
             angles = self.cos[None], self.sin[None]
-            given = {"hidden_states": x[None], "position_embeddings": angles, "position_ids": positions[None]}
-            return GivenHidden(type(trial).forward(trial, **given, attention_mask=None)[0])
+            arguments = {"hidden_states": x[None], "position_embeddings": angles, "position_ids": positions[None]}
+            return GivenHidden(type(trial).forward(trial, **arguments, attention_mask=None)[0])
 
         run = GraphRun(body, positions, positions, ())
         try:
@@ -228,13 +228,13 @@ def _agrees(
 ) -> bool:
     """Whether the effect and the result ``out`` [T, H] of a trial are what ``made`` computes."""
     size = trial.cos.shape[1]
-    q, k, v = (x @ each.t() for each in matrices[:3])
-    if weights and made.whole:
-        q, k = (plain_norm(each, weight, made.eps) for each, weight in zip((q, k), weights, strict=True))
-    q, k, v = (each.unflatten(1, (-1, size)) for each in (q, k, v))
-    if weights and not made.whole:
-        q, k = (plain_norm(each, weight, made.eps) for each, weight in zip((q, k), weights, strict=True))
-    q, k = (plain_rotation(each, trial.cos, trial.sin) for each in (q, k))
+    q, k, v = (x @ matrix.t() for matrix in matrices[:3])
+    if weights and made.per_projection:
+        q, k = (plain_norm(tensor, weight, made.eps) for tensor, weight in zip((q, k), weights, strict=True))
+    q, k, v = (tensor.unflatten(1, (-1, size)) for tensor in (q, k, v))
+    if weights and not made.per_projection:
+        q, k = (plain_norm(tensor, weight, made.eps) for tensor, weight in zip((q, k), weights, strict=True))
+    q, k = (plain_rotation(tensor, trial.cos, trial.sin) for tensor in (q, k))
     pairs = ((made.like.q, q), (made.like.k, k), (made.like.v, v), (out, trial.attended.flatten(1) @ matrices[3].t()))
     return all(one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-3) for one, other in pairs)
 
@@ -246,8 +246,8 @@ class _Stub(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, x: Tensor | None = None, **given: Any) -> Any:
-        return self.function(given["hidden_states"] if x is None else x)
+    def forward(self, x: Tensor | None = None, **named: Any) -> Any:
+        return self.function(named["hidden_states"] if x is None else x)
 
 
 def _order_of(part: Any) -> tuple[str, ...] | None:
@@ -259,7 +259,7 @@ def _order_of(part: Any) -> tuple[str, ...] | None:
     expected = sums + torch.exp(torch.tanh(sums))
     for names in permutations(part._modules):
         stubs = {name: _Stub(function) for name, function in zip(names, functions, strict=True)}
-        found = tried(part, {}, stubs, x)
-        if found is not None and found.shape == x.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
+        output = tried(part, {}, stubs, x)
+        if output is not None and output.shape == x.shape and torch.allclose(output, expected, rtol=1e-5, atol=1e-6):
             return names
     return None

@@ -46,7 +46,7 @@ FAILURES = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeE
 
 def use_leaf_kernels(module: nn.Module) -> None:
     """Let the leaves of ``module`` compute by our kernels wherever their parameters are when they are called."""
-    known: dict[Any, Callable[[Any], Any] | None] = {}
+    makers: dict[Any, Callable[[Any], Any] | None] = {}
     rotating: dict[Any, FunctionType | None] = {}
     groups = [group for part in module.modules() for group in _neighbours(part)]
     for part in module.modules():
@@ -56,15 +56,15 @@ def use_leaf_kernels(module: nn.Module) -> None:
             part.forward = _linear_of(part)
             continue
         key = _key(part)
-        if key is not None and key not in known:
-            known[key] = _made_of(part)
-        if key is not None and (make := known[key]) is not None:
+        if key is not None and key not in makers:
+            makers[key] = _made_of(part)
+        if key is not None and (make := makers[key]) is not None:
             part.forward = make(part)
             continue
-        own = type(part).forward
-        if own not in rotating:
-            rotating[own] = _rotating(own)
-        if (ours := rotating[own]) is not None:
+        original = type(part).forward
+        if original not in rotating:
+            rotating[original] = _rotating(original)
+        if (ours := rotating[original]) is not None:
             part.forward = MethodType(ours, part)
     for group in groups:
         _InTurn(group)
@@ -75,7 +75,7 @@ def _key(part: nn.Module) -> Any:
     children = [
         (name, *described(child), getattr(child, "bias", None) is None) for name, child in part.named_children()
     ]
-    shapes = [(name, each.shape) for name, each in part._parameters.items() if each is not None]
+    shapes = [(name, parameter.shape) for name, parameter in part._parameters.items() if parameter is not None]
     alone = [name for name, _ in shapes] == ["weight"] and len(shapes[0][1]) in (1, 2) and not children
     products = sum(type(child).forward is nn.Linear.forward for child in part.children())
     if not alone and (shapes or products not in (2, 3) or _has_other_weights(part)):
@@ -91,9 +91,11 @@ def _made_of(part: Any) -> Callable[[Any], Any] | None:
 
 def described(part: nn.Module) -> tuple[Any, ...]:
     """The class of ``part`` and its numbers, texts and functions."""
-    said = (bool, int, float, str)
-    own = [(name, each) for name, each in vars(part).items() if isinstance(each, said) or callable(each)]
-    return type(part), tuple((name, each) for name, each in own if name not in _SIZES)
+    plain_types = (bool, int, float, str)
+    attributes = [
+        (name, value) for name, value in vars(part).items() if isinstance(value, plain_types) or callable(value)
+    ]
+    return type(part), tuple((name, value) for name, value in attributes if name not in _SIZES)
 
 
 def _has_other_weights(part: nn.Module) -> bool:
@@ -103,16 +105,16 @@ def _has_other_weights(part: nn.Module) -> bool:
 
 def twice_rounded_norms(module: nn.Module) -> dict[Any, float]:
     """The root-mean-square norms within ``module`` that `cpu_rms_norm` computes, and what each adds under its root."""
-    known: dict[Any, Callable[[Any], Any] | None] = {}
-    found = {}
+    makers: dict[Any, Callable[[Any], Any] | None] = {}
+    norms = {}
     for part in module.modules():
         if "forward" in vars(part) or list(part._parameters) != ["weight"] or (key := _key(part)) is None:
             continue
-        if key not in known:
-            known[key] = _made_of(part)
-        if isinstance(made := known[key], partial) and made.func is _norm_twice:
-            found[part] = made.keywords["eps"]
-    return found
+        if key not in makers:
+            makers[key] = _made_of(part)
+        if isinstance(made := makers[key], partial) and made.func is _norm_twice:
+            norms[part] = made.keywords["eps"]
+    return norms
 
 
 def _linear_of(part: Any) -> Forward:
@@ -142,7 +144,7 @@ class _InTurn:
     the next time their products are one, of which each takes its columns."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers, self._own = layers, [each.forward for each in layers]
+        self._layers, self._own = layers, [layer.forward for layer in layers]
         self._together: int | None = None  # so many share their inputs; None before the first call
         self._seen = 0  # so many were given the last input
         self._input: Callable[[], Tensor | None] = lambda: None
@@ -157,12 +159,12 @@ class _InTurn:
         count = self._together or 1
         if count == 1 or not native.on_cpu(x):
             return self._own[0](x)
-        weights = [each._parameters["weight"] for each in self._layers[:count]]
-        whole = as_one_matrix(*weights)
-        if whole is None or whole.shape[0] % 2:  # numbers of a row are seen as complex ones by even strides alone
+        weights = [layer._parameters["weight"] for layer in self._layers[:count]]
+        matrix = as_one_matrix(*weights)
+        if matrix is None or matrix.shape[0] % 2:  # numbers of a row are seen as complex ones by even strides alone
             return self._own[0](x)
-        found = linear(_rows(x), whole).split([len(each) for each in weights], dim=1)
-        self._results = [each.view(*x.shape[:-1], each.shape[1]) for each in found]
+        parts = linear(_rows(x), matrix).split([len(weight) for weight in weights], dim=1)
+        self._results = [part.view(*x.shape[:-1], part.shape[1]) for part in parts]
         return self._results[0]
 
     def _later(self, number: int, x: Tensor) -> Tensor:
@@ -171,10 +173,10 @@ class _InTurn:
         self._seen += 1
         if number >= len(self._results):
             return self._own[number](x)
-        found = self._results[number]
+        result = self._results[number]
         if number == len(self._results) - 1:
             self._results = ()
-        return found
+        return result
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -189,7 +191,7 @@ def _norm_of(part: Any) -> Maker | None:
     size = part.weight.shape[0]
     weight = torch.rand(size, generator=generator, dtype=torch.float32) + 0.5
     x = torch.randn((4, size), generator=generator) * torch.tensor((1e-3, 0.03, 1.0, 30.0)).unsqueeze(1)
-    epsilons = {each for each in vars(part).values() if isinstance(each, float)}
+    epsilons = {value for value in vars(part).values() if isinstance(value, float)}
     if (expected := tried(part, {"weight": weight}, {}, x)) is None:
         return _gated_norm_of(part, weight, x, epsilons)
     for shift in (0.0, 1.0):
@@ -242,12 +244,12 @@ def _norm_once(part: Any, shift: float, eps: float) -> Forward:
 
 
 def _norm_twice(part: Any, eps: float) -> Forward:
-    own = part.forward
+    original = part.forward
 
     def forward(x: Tensor) -> Tensor:
         weight = part._parameters["weight"]
         if x.is_meta or weight.dtype != x.dtype:
-            return own(x)
+            return original(x)
         if x.ndim == 4 and x.shape[0] == 1 and native.on_cpu(x) and x[0, 0].is_contiguous():  # heads of one product
             return cpu_rms_norm(x[0], weight, eps)[None]
         return rms_norm(_rows(x), weight, eps).view(x.shape)
@@ -256,12 +258,12 @@ def _norm_twice(part: Any, eps: float) -> Forward:
 
 
 def _norm_gated(part: Any, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
-    own = part.forward
+    original = part.forward
 
     def forward(x: Tensor, gate: Tensor) -> Tensor:
         weight = part._parameters["weight"]
         if not native.on_cpu(x) or not native.available() or weight.dtype != x.dtype or gate.dtype != x.dtype:
-            return own(x, gate)
+            return original(x, gate)
         return cpu_rms_norm(_rows(x), weight, eps, gate=_rows(gate)).view(x.shape)
 
     return forward
@@ -280,10 +282,14 @@ def _feed_forward_of(part: Any) -> Maker | None:
     inward = (gate, up) if len(products) == 3 else (gate_up,)
     for names in permutations(products):
         weights = dict(zip(names, (*inward, down), strict=True))
-        found = tried(part, {}, {name: product_of(weight) for name, weight in weights.items()}, x)
+        output = tried(part, {}, {name: product_of(weight) for name, weight in weights.items()}, x)
         for activation, of in _ACTIVATIONS.items():
             expected = functional.linear(of(functional.linear(x, gate)) * functional.linear(x, up), down)
-            if found is not None and found.shape == x.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
+            if (
+                output is not None
+                and output.shape == x.shape
+                and torch.allclose(output, expected, rtol=1e-4, atol=1e-5)
+            ):
                 return partial(_feed_forward, names=names, activation=activation)
     return None
 
@@ -298,15 +304,15 @@ def product_of(weight: Tensor) -> nn.Linear:
 
 def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward:
     """``names``: of gate, up and down, or of both and down."""
-    own, products = part.forward, [part._modules[name] for name in names]
+    original, products = part.forward, [part._modules[name] for name in names]
 
     def forward(x: Tensor) -> Tensor:
-        *inward, down = [each._parameters["weight"] for each in products]
+        *inward, down = [product._parameters["weight"] for product in products]
         if not native.on_cpu(x) or not native.available() or down.dtype != x.dtype:
-            return own(x)
+            return original(x)
         gate_up = inward[0] if len(inward) == 1 else as_one_matrix(*inward)
         if gate_up is None:
-            return own(x)
+            return original(x)
         rows = _rows(x)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         for start, count in parts(0, len(rows)):
@@ -331,53 +337,53 @@ def as_one_matrix(*matrices: Tensor) -> Tensor | None:
 def _rotating(forward: Any) -> FunctionType | None:
     """``forward`` of a module with the rotary embedding of our kernel in place of the function that it calls,
     if that is one of halves; the function itself stays what it is."""
-    if not isinstance(own := undecorated(forward), FunctionType):
+    if not isinstance(original := undecorated(forward), FunctionType):
         return None
-    for name in own.__code__.co_names:
-        function = own.__globals__.get(name)
+    for name in original.__code__.co_names:
+        function = original.__globals__.get(name)
         if isinstance(function, FunctionType) and _rotates_halves(function):
-            return calling(own, {name: _rotation(function)})
+            return calling(original, {name: _rotation(function)})
     return None
 
 
 def _rotates_halves(function: FunctionType) -> bool:
     """Whether it rotates q [1, Hq, T, D] and k [1, Hkv, T, D] by cos and sin [1, T, D] as `cpu_rotate` does."""
     taken = list(inspect.signature(function).parameters.values())
-    if len(taken) < 4 or any(each.default is inspect.Parameter.empty for each in taken[4:]):
+    if len(taken) < 4 or any(parameter.default is inspect.Parameter.empty for parameter in taken[4:]):
         return False
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn((1, heads, 3, 8), generator=generator) for heads in (4, 2))
     cos, sin = (torch.randn((1, 3, 4), generator=generator).repeat(1, 1, 2) for _ in range(2))
     try:
         with torch.inference_mode():
-            found = function(q, k, cos, sin)
+            output = function(q, k, cos, sin)
     except FAILURES:
         return False
-    if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(each, Tensor) for each in found):
+    if not isinstance(output, tuple) or len(output) != 2 or not all(isinstance(tensor, Tensor) for tensor in output):
         return False
-    expected = [plain_rotation(each[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None] for each in (q, k)]
-    same = zip(found, expected, strict=True)
+    expected = [plain_rotation(tensor[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None] for tensor in (q, k)]
+    same = zip(output, expected, strict=True)
     return all(one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in same)
 
 
-def _rotation(own: FunctionType) -> Callable[..., Any]:
-    """``own`` on our kernel where it serves what is given."""
+def _rotation(original: FunctionType) -> Callable[..., Any]:
+    """``original`` on our kernel where it serves what is given."""
     halves: weakref.ref[Tensor] | None = None  # the last cosines that repeat in their second half, as their sines do
 
-    def rotate(*given: Any, **named: Any) -> Any:
+    def rotate(*arguments: Any, **named: Any) -> Any:
         nonlocal halves
-        heads = None if named or len(given) != 4 else _heads(*given)
+        heads = None if named or len(arguments) != 4 else _heads(*arguments)
         if heads is None:
-            return own(*given, **named)
-        q, k, cos, sin = given
+            return original(*arguments, **named)
+        q, k, cos, sin = arguments
         if halves is None or cos is not halves():
-            if not all(torch.equal(*each.chunk(2, dim=-1)) for each in (cos, sin)):
-                return own(q, k, cos, sin)
+            if not all(torch.equal(*tensor.chunk(2, dim=-1)) for tensor in (cos, sin)):
+                return original(q, k, cos, sin)
             halves = weakref.ref(cos)
-        found = [cpu_rotate(each, cos[0], sin[0]).transpose(0, 1)[None] for each in heads]
-        if len(found) == 2:
-            return found[0], found[1]
-        split = found[0].split((q.shape[1], k.shape[1]), dim=1)
+        rotated = [cpu_rotate(head, cos[0], sin[0]).transpose(0, 1)[None] for head in heads]
+        if len(rotated) == 2:
+            return rotated[0], rotated[1]
+        split = rotated[0].split((q.shape[1], k.shape[1]), dim=1)
         return split[0], split[1]
 
     return rotate
@@ -386,8 +392,8 @@ def _rotation(own: FunctionType) -> Callable[..., Any]:
 def _heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor] | None:
     """Return the heads of q [1, Hq, T, D] and k [1, Hkv, T, D] by token [T, heads, D], as one tensor where they are
     adjacent; None if our kernel does not serve them."""
-    each = (q, k, cos, sin)
-    if not native.on_cpu(q) or (q.ndim, k.ndim, cos.ndim) != (4, 4, 3) or len({one.dtype for one in each}) > 1:
+    tensors = (q, k, cos, sin)
+    if not native.on_cpu(q) or (q.ndim, k.ndim, cos.ndim) != (4, 4, 3) or len({one.dtype for one in tensors}) > 1:
         return None
     tokens, size = q.shape[2:]
     if len(q) != 1 or len(k) != 1 or cos.shape != (1, tokens, size) or sin.shape != cos.shape or size % 2:
@@ -416,11 +422,11 @@ def tried(
     """The module's own forward of ``x`` with other parameters and children; None if it does not compute so, or its
     result is not of ``kind``."""
     trial = copy.copy(part)
-    parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in weights.items()}
+    parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
     trial.__dict__.update(_parameters=parameters, _modules={**part._modules, **children})
     try:
         with torch.inference_mode():
-            found = type(part).forward(trial, *x)
+            output = type(part).forward(trial, *x)
     except FAILURES:
         return None
-    return found if isinstance(found, kind) else None
+    return output if isinstance(output, kind) else None

@@ -97,13 +97,13 @@ class GraphModel:
         outer.forward = self._decoder.forward = _given_hidden
         self.forms: tuple[ExpertForm, ...] = ()
         self.experts: tuple[nn.Module, ...] = ()
-        self.stateful, whole = self._hook(latents=latents)
+        self.stateful, complete = self._hook(latents=latents)
         self.pages: tuple[tuple[str, ...], ...] = ()
         self.mixers, self.moe_layers = self._dry_run()
         if not any(self.moe_layers):
             self.pages = self._find_pages()
         usual = {MixerKind.ATTENTION, MixerKind.RECURRENT}
-        self.light = whole and usual.issuperset(self.mixers) and self._multiplies_little()
+        self.light = complete and usual.issuperset(self.mixers) and self._multiplies_little()
         self._blocks = self._blocks_of_experts()
         self.predicts = bool(self._blocks) and self._routes_first()
 
@@ -152,17 +152,17 @@ class GraphModel:
 
     def _multiplies_little(self) -> bool:
         """Whether no matrix is large but those of linear layers, of embeddings, and of `experts`."""
-        apart = {id(tensor) for each in self.experts for tensor in each.parameters()}
+        apart = {id(tensor) for expert in self.experts for tensor in expert.parameters()}
         owners = (part for part in self._decoder.modules() if not isinstance(part, nn.Linear | nn.Embedding))
         matrices = (tensor for part in owners for tensor in part._parameters.values() if tensor is not None)
-        return all(each.ndim < 2 or each.numel() <= _LARGE or id(each) in apart for each in matrices)
+        return all(matrix.ndim < 2 or matrix.numel() <= _LARGE or id(matrix) in apart for matrix in matrices)
 
     def _blocks_of_experts(self) -> tuple[nn.Module, ...]:
         """The modules that call `experts`, or those of them that have their routers within."""
         names = {part: name for name, part in self._decoder.named_modules()}
         return tuple(
             part
-            if (outside := OUTSIDE.get(type(part).__name__)) is not None and outside.whole
+            if (outside := OUTSIDE.get(type(part).__name__)) is not None and outside.routes
             else self._decoder.get_submodule(names[part].rpartition(".")[0])
             for part in self.experts
         )
@@ -180,15 +180,15 @@ class GraphModel:
         """Let attention, experts and modules with state reach the run; returns whether there are modules with state,
         and whether kernels compute the rows of all sequences at once in all of them."""
         use(self.module, NAME)
-        stateful, whole = False, True
+        stateful, complete = False, True
         within: set[nn.Module] = set()
-        known: dict[Any, Any] = {}
+        cache: dict[Any, Any] = {}
         for part in self._decoder.modules():
             name = type(part).__name__
             if (spec := STATEFUL.get(name)) is not None and part not in within:
                 within.update(part.modules())
-                stateful, together = True, delta_module(part, known)
-                whole = whole and together is not None
+                stateful, together = True, delta_module(part, cache)
+                complete = complete and together is not None
                 _run_per_sequence(part, spec, self._decoder, together)
             elif part in within:
                 continue
@@ -202,7 +202,7 @@ class GraphModel:
                     part.forward = partial(outside.forward, part, _mix)
             elif self._by_length is not None and is_by_length(part):
                 rotate_per_sequence(part, self._by_length, lambda: running().lengths)
-        return stateful, whole
+        return stateful, complete
 
     def _dry_run(self) -> tuple[tuple[MixerKind, ...], tuple[bool, ...]]:
         """Find the order of effects without computing; parameters are on the meta device or not."""
@@ -222,7 +222,7 @@ class GraphModel:
             else:
                 value = zero_output(effect)
         self.experts = tuple(modules)
-        self.forms = tuple(_form(each) for each in modules)
+        self.forms = tuple(_form(expert_module) for expert_module in modules)
         return tuple(run.kinds), tuple(layer in follows for layer in range(len(run.kinds)))
 
     def _find_pages(self) -> tuple[tuple[str, ...], ...]:
@@ -233,8 +233,8 @@ class GraphModel:
             with _Uses() as uses:
                 effect = self._dry_resume(run, value)
             segment = len(run.kinds) - (1 if isinstance(effect, Ended) else 2)
-            for each in uses.found:
-                users[each].add(segment)
+            for parameter in uses.parameters:
+                users[parameter].add(segment)
             value = None if isinstance(effect, Ended) else zero_output(effect)
         pages: list[list[str]] = [[] for _ in run.kinds]
         parameters = list(self.module.named_parameters(remove_duplicate=False))
@@ -264,12 +264,12 @@ class GraphModel:
 
 def module_of(error: Exception) -> nn.Module | None:
     """The innermost module that ``error`` came from."""
-    found, trace = None, error.__traceback__
+    innermost, trace = None, error.__traceback__
     while trace is not None:
-        own = trace.tb_frame.f_locals.get("self")
-        found = own if isinstance(own, nn.Module) else found
+        owner = trace.tb_frame.f_locals.get("self")
+        innermost = owner if isinstance(owner, nn.Module) else innermost
         trace = trace.tb_next
-    return found
+    return innermost
 
 
 class _Uses(TorchFunctionMode):
@@ -278,20 +278,20 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[int] = set()
+        self.parameters: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "__get__":
-            self.found.update(map(id, _parameters((*args, *(kwargs or {}).values()))))
+            self.parameters.update(map(id, _parameters((*args, *(kwargs or {}).values()))))
         return func(*args, **(kwargs or {}))
 
 
-def _parameters(given: Iterable[Any]) -> Iterable[nn.Parameter]:
-    for each in given:
-        if isinstance(each, nn.Parameter):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _parameters(each)
+def _parameters(values: Iterable[Any]) -> Iterable[nn.Parameter]:
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _parameters(value)
 
 
 def zero_output(effect: Effect) -> Tensor | None:
@@ -363,12 +363,12 @@ class GraphRun:
 
     def repeats(self, *angles: Tensor) -> bool:
         """Whether the second half of each of ``angles`` [..., D] repeats the first; checked once per run."""
-        for each in angles:
-            if any(each is known for known in self._repeating):
+        for angle in angles:
+            if any(angle is seen for seen in self._repeating):
                 continue
-            if not torch.equal(*each.chunk(2, dim=-1)):
+            if not torch.equal(*angle.chunk(2, dim=-1)):
                 return False
-            self._repeating.append(each)
+            self._repeating.append(angle)
         return True
 
     def close(self) -> None:
@@ -389,11 +389,11 @@ def read_config(directory: Path) -> PretrainedConfig:
     """The text model's config of ``directory/config.json``; raises ConfigError."""
     path = directory / "config.json"
     with _config_errors(str(path)) as transformers:
-        said = json.loads(path.read_bytes())
-        if (values := with_family(said)) is not said:
+        content = json.loads(path.read_bytes())
+        if (values := with_family(content)) is not content:
             return transformers.AutoConfig.for_model(**values)
-        if "auto_map" in said and said.get("model_type") not in transformers.CONFIG_MAPPING:
-            kind = quoted(said.get("model_type"))
+        if "auto_map" in content and content.get("model_type") not in transformers.CONFIG_MAPPING:
+            kind = quoted(content.get("model_type"))
             raise ConfigError(f"{path}: model_type {kind} is code of its own repository, which is never run")
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
@@ -414,8 +414,8 @@ def _config_errors(where: str) -> Iterator[Any]:
         yield transformers
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         lines = [line.strip() for line in str(error).splitlines() if not line.endswith(":")]
-        version, said = transformers.__version__, (lines or [type(error).__name__])[0]
-        raise ConfigError(f"{where}: transformers {version} cannot read it: {said}") from None
+        version, message = transformers.__version__, (lines or [type(error).__name__])[0]
+        raise ConfigError(f"{where}: transformers {version} cannot read it: {message}") from None
 
 
 def on_meta(config: PretrainedConfig) -> Any:
@@ -560,10 +560,10 @@ def _run_per_sequence(module: Any, spec: StateSpec, decoder: Any, together: Delt
         run = running()
         if spec.mixer:
             run.kinds.append(kind)
-        found = stateful(run.sequences, *args, **kwargs)
+        output = stateful(run.sequences, *args, **kwargs)
         if spec.mixer and run.by_pages:
             run.suspend(module, MixerPassed(len(run.kinds) - 1))
-        return found
+        return output
 
     module.forward = forward
 

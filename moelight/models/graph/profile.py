@@ -80,10 +80,10 @@ def profile_of_directory(directory: Path) -> ModelProfile:
     loud = logging.get_verbosity()
     logging.set_verbosity_error()  # it says which kernels it would like, and computes nothing here
     try:
-        found = profile_of(GraphModel(on_meta(theirs)), name=directory.resolve().name, where=config.where)
+        profile = profile_of(GraphModel(on_meta(theirs)), name=directory.resolve().name, where=config.where)
     finally:
         logging.set_verbosity(loud)
-    return found if quantization is None else with_stored(found, quantization.format_of, config.where)
+    return profile if quantization is None else with_stored(profile, quantization.format_of, config.where)
 
 
 def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
@@ -94,8 +94,8 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
     if not (any(model.moe_layers) or any(model.pages)):
         raise ConfigError(f"{where}: {config.model_type}: no layer has experts, or matrices of its own")
     stored, places = list(_tensors(model, run.owners)), _page_places(model)
-    tensors = tuple(each for each in stored if each.name not in places)
-    in_pages = tuple(replace(each, layer=places[each.name]) for each in stored if each.name in places)
+    tensors = tuple(tensor for tensor in stored if tensor.name not in places)
+    in_pages = tuple(replace(tensor, layer=places[tensor.name]) for tensor in stored if tensor.name in places)
     run.leave_out(in_pages)
     layers = tuple(run.layer(number) for number in range(len(model.mixers)))
     head = module.get_output_embeddings().weight
@@ -137,19 +137,19 @@ def _page_places(model: GraphModel) -> dict[str, int]:
 
 def _whole_layers(tensors: Sequence[StoredTensor], hidden: int) -> ExpertSpec:
     """The one expert of each layer of a dense model: a feed-forward of as many numbers as the largest page has."""
-    numbers = Counter[int]()
-    for each in tensors:
-        numbers[each.layer] += each.elements
-    return ExpertSpec(num_experts=1, intermediate_size=max(1, max(numbers.values()) // (3 * hidden)))
+    elements = Counter[int]()
+    for tensor in tensors:
+        elements[tensor.layer] += tensor.elements
+    return ExpertSpec(num_experts=1, intermediate_size=max(1, max(elements.values()) // (3 * hidden)))
 
 
 def _check(profile: ModelProfile, where: str) -> None:
     count, pages = profile.experts.num_experts, profile.num_moe_layers * profile.experts.num_experts
-    numbers = sum(each.elements for each in (*profile.tensors, *profile.page_tensors))
-    numbers += 0 if profile.dense else pages * sum(map(math.prod, page_shapes(profile).values()))
-    if count > MOST_EXPERTS or numbers > MOST_PARAMETERS:
+    elements = sum(tensor.elements for tensor in (*profile.tensors, *profile.page_tensors))
+    elements += 0 if profile.dense else pages * sum(map(math.prod, page_shapes(profile).values()))
+    if count > MOST_EXPERTS or elements > MOST_PARAMETERS:
         raise ConfigError(
-            f"{where}: {count} experts a layer and {numbers:.0e} parameters are more than can be planned for"
+            f"{where}: {count} experts a layer and {elements:.0e} parameters are more than can be planned for"
         )
 
 
@@ -161,7 +161,7 @@ class _DryRun:
         attention: of each layer that suspends the run there; ``owners``: the modules that did.
         before, after: flops of the first pass up to the attention of each layer, and from there on to its experts; what
             follows them belongs to the next layer, at the end to the last one.
-        kept: bytes of the state of each layer after a first part of the rows; ``grown``: in the last ``rows`` of them.
+        state: bytes of the state of each layer after a first part of the rows; ``grown``: in the last ``rows`` of them.
         top_k, expert_input: experts of a row, and the width of what they are given.
     """
 
@@ -169,7 +169,7 @@ class _DryRun:
     owners: set[nn.Module] = field(default_factory=set)
     before: Counter[int] = field(default_factory=Counter)
     after: Counter[int] = field(default_factory=Counter)
-    kept: Counter[int] = field(default_factory=Counter)
+    state: Counter[int] = field(default_factory=Counter)
     grown: Counter[int] = field(default_factory=Counter)
     rows: int = 1
     begun: int = 0
@@ -182,12 +182,12 @@ class _DryRun:
         from moelight.models.graph.state import State
 
         run, state = cls(), State()
-        run._pass(model, state, _ROWS, run.kept)
+        run._pass(model, state, _ROWS, run.state)
         flops = run.before.copy(), run.after.copy()
         if model.stateful:
             if MixerKind.OPAQUE in model.mixers:  # beyond windows
                 run.rows = _STATE_ROWS
-                run._pass(model, state, run.rows, run.kept)
+                run._pass(model, state, run.rows, run.state)
             run._pass(model, state, run.rows, run.grown)
         run.before, run.after = flops
         return run
@@ -198,7 +198,7 @@ class _DryRun:
             attention=self.attention.get(number, _NO_ATTENTION),
             before=self.before[number] // (2 * _ROWS),
             after=self.after[number] // (2 * _ROWS),
-            state_bytes=self.kept[number] + self.grown[number] - self.begun * of_token,
+            state_bytes=self.state[number] + self.grown[number] - self.begun * of_token,
             state_token_bytes=of_token,
         )
 
@@ -206,9 +206,9 @@ class _DryRun:
         """Do not count the products by matrices of a dense model's ``pages``, which belong to the page: those after the
         last mixer were counted there, the others up to the next one."""
         last = max(self.before, default=0)
-        for each in pages:
-            counted, layer = (self.after, last) if each.layer == last else (self.before, each.layer + 1)
-            counted[layer] = max(0, counted[layer] - 2 * _ROWS * each.elements)
+        for page in pages:
+            counted, layer = (self.after, last) if page.layer == last else (self.before, page.layer + 1)
+            counted[layer] = max(0, counted[layer] - 2 * _ROWS * page.elements)
 
     def _pass(self, model: GraphModel, state: State, rows: int, grown: Counter[int]) -> None:
         import torch
@@ -275,11 +275,11 @@ def _experts(model: GraphModel, run: _DryRun, where: str) -> ExpertSpec:
     """Return the expert spec shared by all layers; raises ConfigError if layers differ."""
     from moelight.models.graph.experts import recognised
 
-    found = set[ExpertSpec]()
+    specs = set[ExpertSpec]()
     for form, module in zip(model.forms, model.experts, strict=True):
         page = form.page(module, 0)
         outward = page[form.outward.name]
-        found.add(
+        specs.add(
             ExpertSpec(
                 num_experts=form.count,
                 intermediate_size=outward.shape[0 if form.outward.transposed else 1],
@@ -291,9 +291,9 @@ def _experts(model: GraphModel, run: _DryRun, where: str) -> ExpertSpec:
                 by_torch=recognised(form) is None,
             )
         )
-    if len(found) > 1:
-        raise ConfigError(f"{where}: its layers have experts of {len(found)} sizes, and pages have one")
-    return found.pop()
+    if len(specs) > 1:
+        raise ConfigError(f"{where}: its layers have experts of {len(specs)} sizes, and pages have one")
+    return specs.pop()
 
 
 def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[StoredTensor]:
@@ -316,7 +316,7 @@ def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[Store
     paged = {f"{name}.{part}" for name, form in zip(experts, model.forms, strict=True) for part in form.names()}
     sparse, routed = {_layer_of(name, stack) for name in experts}, model.forms[0].count if model.forms else 0
     children = list(model.module.get_submodule(stack).children())
-    mixers_each, own = len(model.mixers) / len(children), cast("torch.dtype", model.module.dtype).itemsize
+    mixers_each, default_size = len(model.mixers) / len(children), cast("torch.dtype", model.module.dtype).itemsize
     held = set()
     for name, tensor in model.module.state_dict(keep_vars=True).items():
         if name in paged or tensor in held:  # tied
@@ -332,7 +332,7 @@ def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[Store
             name=name,
             layer=-1 if layer is None else int(layer * mixers_each),
             shape=tuple(tensor.shape),
-            itemsize=None if size == own else size,
+            itemsize=None if size == default_size else size,
             kind=kind,
         )
 

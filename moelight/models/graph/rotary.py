@@ -64,8 +64,8 @@ def rotate_per_sequence(module: Any, rule: ByLength, lengths: Callable[[], Seque
         """cos and sin of ``positions`` [1, n], as in a forward whose largest position is ``length`` - 1."""
         _forget(module)
         last = positions.new_full((1, 1), length - 1)
-        found = forward(x, torch.cat((positions, last), dim=1), *args, **kwargs)
-        return tuple(value[:, :-1] for value in ((found,) if isinstance(found, Tensor) else found))
+        result = forward(x, torch.cat((positions, last), dim=1), *args, **kwargs)
+        return tuple(value[:, :-1] for value in ((result,) if isinstance(result, Tensor) else result))
 
     def rotate(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         sequences = lengths()

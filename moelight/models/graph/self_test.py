@@ -90,8 +90,8 @@ def serve_attention(effect: Attend, rows: Rows) -> Tensor:
     for sequence, count in rows:
         k, v = effect.k[start : start + count], effect.v[start : start + count]
         if effect.layer in sequence.kv:
-            kept = sequence.kv[effect.layer]
-            k, v = torch.cat((kept[0], k)), torch.cat((kept[1], v))
+            cached = sequence.kv[effect.layer]
+            k, v = torch.cat((cached[0], k)), torch.cat((cached[1], v))
         sequence.kv[effect.layer] = k, v
         out.append(_attention(effect, effect.q[start : start + count], k, v))
         start += count
@@ -133,12 +133,14 @@ class Bench:
 
     def __init__(self, module: nn.Module) -> None:
         self.model = GraphModel(module)
-        self.pages = [take_pages(each, form) for each, form in zip(self.model.experts, self.model.forms, strict=True)]
+        self.pages = [
+            take_pages(experts, form) for experts, form in zip(self.model.experts, self.model.forms, strict=True)
+        ]
         use_kernels(module)
         lie_together(module)
         pages = [{name: module.get_parameter(name) for name in names} for names in self.model.pages]
         self._present = [binding(module, page) for page in pages]
-        self._absent = [binding(module, {name: each.to("meta") for name, each in page.items()}) for page in pages]
+        self._absent = [binding(module, {name: tensor.to("meta") for name, tensor in page.items()}) for page in pages]
         for leave in self._absent:
             leave()
 
@@ -147,7 +149,7 @@ class Bench:
         runs = [self._start(rows) for rows in micro_batches]
         values: list[Tensor | None] = [None] * len(runs)
         hidden: list[Tensor | None] = [None] * len(runs)
-        while any(each is None for each in hidden):
+        while any(tensor is None for tensor in hidden):
             for number, run in enumerate(runs):
                 if hidden[number] is None:
                     effect = self._resume(run, values[number])
@@ -155,9 +157,9 @@ class Bench:
                         hidden[number] = effect.hidden
                     else:
                         values[number] = self._serve(effect, micro_batches[number])
-        for sequence, count in (each for rows in micro_batches for each in rows):
+        for sequence, count in (entry for rows in micro_batches for entry in rows):
             sequence.done += count
-        return [self.model.logits(each) for each in hidden if each is not None]
+        return [self.model.logits(tensor) for tensor in hidden if tensor is not None]
 
     def _start(self, rows: Rows) -> GraphRun:
         ids = torch.cat([sequence.ids[sequence.done : sequence.done + count] for sequence, count in rows])
@@ -188,7 +190,7 @@ class Bench:
 
 def take_pages(experts: nn.Module, form: ExpertForm) -> list[Page]:
     """The page of each expert; the module keeps none of them."""
-    pages = [{name: each.clone() for name, each in form.page(experts, e).items()} for e in range(form.count)]
+    pages = [{name: tensor.clone() for name, tensor in form.page(experts, e).items()} for e in range(form.count)]
     for name in form.names():
         owner, _, leaf = name.rpartition(".")
         module = experts.get_submodule(owner)
@@ -199,10 +201,10 @@ def take_pages(experts: nn.Module, form: ExpertForm) -> list[Page]:
 
 def lie_together(module: nn.Module) -> None:
     """Let all parameters of ``module`` lie one after another, as those of an engine do: joined matrices are views."""
-    here = [each for each in module.parameters() if not each.is_meta]
-    arena = torch.cat([each.detach().flatten() for each in here])
-    for each, part in zip(here, arena.split([each.numel() for each in here]), strict=True):
-        each.data = part.view(each.shape)
+    here = [parameter for parameter in module.parameters() if not parameter.is_meta]
+    arena = torch.cat([parameter.detach().flatten() for parameter in here])
+    for parameter, part in zip(here, arena.split([parameter.numel() for parameter in here]), strict=True):
+        parameter.data = part.view(parameter.shape)
 
 
 _LAYERS = 4  # of a tiny model at least; more where they are of more kinds
@@ -278,7 +280,7 @@ def _shrunk(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
             if config.get_text_config() in (config, within):
                 fields[name] = _shrunk(fields[name], within)
             else:  # an encoder, which is left out: it must only fit
-                fields[name] |= {each: _SIZES["hidden_size"] for each in ENCODER_OUTPUTS if each in fields[name]}
+                fields[name] |= {key: _SIZES["hidden_size"] for key in ENCODER_OUTPUTS if key in fields[name]}
     if "num_hidden_layers" in fields or "num_hidden_layers" in named:
         _few_layers(fields, config, named)
     short_rotations(fields)
@@ -297,9 +299,9 @@ def _small(fields: dict[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
             fields[field] = [value] * len(old)
     latent = had.get("kv_lora_rank") is not None
     if latent and had.get("qk_rope_head_dim"):
-        for each in ("head_dim", "qk_nope_head_dim", "qk_head_dim"):
-            if had.get(each):  # sums remain sums, and pairs of numbers pairs: complex views need even strides
-                fields[each] = -(-had[each] * _SIZES["qk_rope_head_dim"] // had["qk_rope_head_dim"] // _EVEN) * _EVEN
+        for key in ("head_dim", "qk_nope_head_dim", "qk_head_dim"):
+            if had.get(key):  # sums remain sums, and pairs of numbers pairs: complex views need even strides
+                fields[key] = -(-had[key] * _SIZES["qk_rope_head_dim"] // had["qk_rope_head_dim"] // _EVEN) * _EVEN
     if keys in had and (latent or had[keys] == had.get(heads)):
         fields[keys] = _HEADS
     elif had.get(keys) == 1:  # multi-query attention, which some families compute where they fail at grouped queries
@@ -312,30 +314,34 @@ def _small(fields: dict[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
 def _few_layers(fields: dict[str, Any], config: PretrainedConfig, named: Mapping[str, str]) -> None:
     """Cut lists of one entry a layer, and the number of layers, to the first that show every combination."""
     count = config.num_hidden_layers
-    whole = {name: each for name, each in fields.items() if isinstance(each, list) and each}
-    numbers = {name: each for name, each in whole.items() if _are_layers(each, count)}
-    lists = {name: each for name, each in whole.items() if len(each) == count and name not in numbers}
-    single = {int(layer): each for layer, each in (fields.get("per_layer_config") or {}).items()}
+    values = {name: value for name, value in fields.items() if isinstance(value, list) and value}
+    layer_lists = {name: value for name, value in values.items() if _are_layers(value, count)}
+    lists = {name: value for name, value in values.items() if len(value) == count and name not in layer_lists}
+    single = {int(layer): value for layer, value in (fields.get("per_layer_config") or {}).items()}
     kinds = [
-        (*(repr(each[n]) for each in lists.values()), *(n in each for each in numbers.values()), repr(single.get(n)))
+        (
+            *(repr(value[n]) for value in lists.values()),
+            *(n in value for value in layer_lists.values()),
+            repr(single.get(n)),
+        )
         for n in range(count)
     ]
     few = min(count, max(_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
     if fields.get("num_kv_shared_layers"):  # the last layers use keys and values of the first
         few = min(count, 2 * few)
         fields["num_kv_shared_layers"] = few // 2
-    fields.update({name: [n for n in each if n < few] for name, each in numbers.items()})
-    fields.update({name: each[:few] for name, each in lists.items()})
+    fields.update({name: [n for n in value if n < few] for name, value in layer_lists.items()})
+    fields.update({name: value[:few] for name, value in lists.items()})
     fields[named.get("num_hidden_layers", "num_hidden_layers")] = few
     if single:
-        whole = config.to_dict()
-        small = {n: _small({**whole, **each}, named) for n, each in single.items() if n < few}
+        values = config.to_dict()
+        small = {n: _small({**values, **value}, named) for n, value in single.items() if n < few}
         fields["per_layer_config"] = {n: {name: small[n][name] for name in single[n]} for n in small}
 
 
 def _are_layers(values: list[Any], count: int) -> bool:
     """Whether a field lists layer indices, not one value per layer."""
-    ints = all(isinstance(each, int) and not isinstance(each, bool) for each in values)
+    ints = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
     return ints and values == sorted(set(values)) and len(values) > 1 and values[-1] < count
 
 
@@ -384,9 +390,9 @@ def _compare(small: PretrainedConfig, seed: int) -> Verdict:
         got, _ = _suspended(small, seed, names=())
     except _GraphError as failed:
         return Verdict(error=math.inf, greedy=False, differs=str(failed))
-    error = max(relative(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    error = max(relative(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
     pairs = zip(got, expected, strict=True)
-    greedy = all(bool((mine.argmax(-1) == theirs.argmax(-1)).all()) for mine, theirs in pairs)
+    greedy = all(bool((ours.argmax(-1) == theirs.argmax(-1)).all()) for ours, theirs in pairs)
     differs = None if error <= TOLERANCE and greedy else _first_difference(small, seed)
     return Verdict(error=error, greedy=greedy, differs=differs)
 
@@ -411,35 +417,35 @@ def _eager(config: PretrainedConfig, seed: int, names: Collection[str]) -> tuple
     for name in names:
         module.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: outputs[name].append(_rows(out)))
     with torch.inference_mode():
-        return [module(input_ids=each[None], use_cache=False).logits[0].float() for each in _prompts(seed)], outputs
+        return [module(input_ids=prompt[None], use_cache=False).logits[0].float() for prompt in _prompts(seed)], outputs
 
 
 def _suspended(config: PretrainedConfig, seed: int, names: Collection[str]) -> tuple[list[Tensor], Outputs]:
     """As `_eager`, by suspended runs."""
     bench = Bench(random_model(config, seed))
-    sequences = [Tokens(each) for each in _prompts(seed)]
-    numbers = {id(each.state): number for number, each in enumerate(sequences)}
+    sequences = [Tokens(prompt) for prompt in _prompts(seed)]
+    indices = {id(sequence.state): number for number, sequence in enumerate(sequences)}
     outputs: dict[str, list[list[Tensor]]] = {name: [[] for _ in sequences] for name in names}
 
     def record(name: str, out: Any) -> None:
         counts = [count for _, count in running().sequences]
         for (state, _), part in zip(running().sequences, _rows(out).split(counts), strict=True):
-            outputs[name][numbers[id(state)]].append(part)
+            outputs[name][indices[id(state)]].append(part)
 
     for name in names:
         bench.model.module.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: record(name, out))
     logits: list[list[Tensor]] = [[] for _ in sequences]
     for micro_batches in _PASSES:
-        rows = [[(sequences[number], count) for number, count in each] for each in micro_batches]
+        rows = [[(sequences[number], count) for number, count in micro_batch] for micro_batch in micro_batches]
         try:
             ran = bench.run(rows)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise _GraphError(bench.model.module, error) from error
-        for found, batch in zip(ran, micro_batches, strict=True):
-            for part, (number, _) in zip(found.split([count for _, count in batch]), batch, strict=True):
+        for result, batch in zip(ran, micro_batches, strict=True):
+            for part, (number, _) in zip(result.split([count for _, count in batch]), batch, strict=True):
                 logits[number].append(part)
-    whole = {name: [torch.cat(each) for each in parts] for name, parts in outputs.items() if all(parts)}
-    return [torch.cat(each) for each in logits], whole
+    joined = {name: [torch.cat(piece) for piece in parts] for name, parts in outputs.items() if all(parts)}
+    return [torch.cat(piece) for piece in logits], joined
 
 
 def _first_difference(config: PretrainedConfig, seed: int) -> str:
@@ -452,9 +458,9 @@ def _first_difference(config: PretrainedConfig, seed: int) -> str:
         for n, part in module.get_submodule(layer).named_children()
         for child, _ in part.named_children()
     ]
-    theirs, mine = _eager(config, seed, names)[1], _suspended(config, seed, names)[1]
+    theirs, ours = _eager(config, seed, names)[1], _suspended(config, seed, names)[1]
     for name in sorted(names, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
-        pairs = list(zip(mine.get(name, []), theirs[name], strict=False))
+        pairs = list(zip(ours.get(name, []), theirs[name], strict=False))
         error = max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in pairs), default=0.0)
         if not error <= TOLERANCE:
             return f"{name} ({type(module.get_submodule(name)).__name__}) differs by {error:.1e}"
@@ -479,8 +485,8 @@ _PASSES: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = (  # micro-batche
     (((1, 1), (0, 4), (2, 1)), ((3, 1), (4, 1))),  # several rows of a sequence that has decoded
 )
 _LENGTHS = tuple(
-    sum(count for each in _PASSES for batch in each for number, count in batch if number == sequence)
-    for sequence in range(1 + max(number for each in _PASSES for batch in each for number, _ in batch))
+    sum(count for batches in _PASSES for batch in batches for number, count in batch if number == sequence)
+    for sequence in range(1 + max(number for batches in _PASSES for batch in batches for number, _ in batch))
 )
 
 

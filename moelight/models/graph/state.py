@@ -52,19 +52,19 @@ class State:
         cache: transformers' cache of the whole model, of which stateful modules use their layers; None before the
             first pass.
         begun: the stateful modules that have run.
-        kept: of modules that our kernels compute, the states of their functions in order.
+        tensors: of modules that our kernels compute, the states of their functions in order.
     """
 
     def __init__(self) -> None:
         self.cache: Any = None
         self.begun: set[StatefulModule] = set()
-        self.kept: dict[tuple[Any, int], Tensor] = {}
+        self.tensors: dict[tuple[Any, int], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that the state keeps."""
-        tensors = {id(each): each for each in (*_tensors(self.cache, set()), *self.kept.values())}
-        return sum(each.nbytes for each in tensors.values())
+        tensors = {id(tensor): tensor for tensor in (*_tensors(self.cache, set()), *self.tensors.values())}
+        return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class PerSequence(list):
@@ -104,8 +104,8 @@ class StatefulModule:
         start = 0
         for number, (state, count) in enumerate(sequences):
             if number not in results:
-                mine = {name: _part(each, number, start, count, total) for name, each in arguments.items()}
-                results[number] = self._one(state, mine, count)
+                selected = {name: _part(argument, number, start, count, total) for name, argument in arguments.items()}
+                results[number] = self._one(state, selected, count)
             start += count
         return _joined([results[number] for number in range(len(sequences))], apart=self.spec.opaque)
 
@@ -122,17 +122,23 @@ class StatefulModule:
         layers = [state.cache.layers[number] for state in states]
         layer, cache = copy.copy(layers[0]), copy.copy(states[0].cache)
         for name in ("conv_states", "recurrent_states"):
-            columns = {index: [getattr(each, name)[index] for each in layers] for index in getattr(layer, name)}
-            setattr(layer, name, {i: None if each[0] is None else torch.cat(each) for i, each in columns.items()})
+            columns = {
+                index: [getattr(cached_layer, name)[index] for cached_layer in layers] for index in getattr(layer, name)
+            }
+            setattr(layer, name, {i: None if column[0] is None else torch.cat(column) for i, column in columns.items()})
         cache.layers = [*cache.layers]
         cache.layers[number] = layer
-        whole = State()
-        whole.cache = cache
-        result = self._call(whole, {name: _stacked(each, rows, total) for name, each in arguments.items()}, 1)
+        batch_state = State()
+        batch_state.cache = cache
+        result = self._call(
+            batch_state, {name: _stacked(argument, rows, total) for name, argument in arguments.items()}, 1
+        )
         for name in ("conv_states", "recurrent_states"):
             for index, joined in getattr(layer, name).items():
                 if joined is not None:
-                    torch._foreach_copy_([getattr(each, name)[index] for each in layers], list(joined.split(1)))
+                    torch._foreach_copy_(
+                        [getattr(cached_layer, name)[index] for cached_layer in layers], list(joined.split(1))
+                    )
         return result
 
     def _one(self, state: State, arguments: dict[str, Any], count: int) -> Any:
@@ -141,8 +147,11 @@ class StatefulModule:
         continues = self in state.begun
         state.begun.add(self)
         if count > 1 and self.spec.stepwise and continues:
-            steps = [{name: _part(each, 0, row, 1, count) for name, each in arguments.items()} for row in range(count)]
-            return _joined([self._call(state, each, 1) for each in steps], apart=False)
+            steps = [
+                {name: _part(argument, 0, row, 1, count) for name, argument in arguments.items()}
+                for row in range(count)
+            ]
+            return _joined([self._call(state, step, 1) for step in steps], apart=False)
         return self._call(state, arguments, count)
 
     def _call(self, state: State, arguments: dict[str, Any], count: int) -> Any:
@@ -208,9 +217,9 @@ def _part(value: Any, number: int, start: int, count: int, total: int) -> Any:
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
         return value[:, start : start + count]
     if isinstance(value, tuple):
-        return tuple(_part(each, number, start, count, total) for each in value)
+        return tuple(_part(item, number, start, count, total) for item in value)
     if isinstance(value, dict):
-        return {name: _part(each, number, start, count, total) for name, each in value.items()}
+        return {name: _part(item, number, start, count, total) for name, item in value.items()}
     return value
 
 
@@ -219,7 +228,7 @@ def _stacked(value: Any, rows: slice | list[int], total: int) -> Any:
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
         return value[0, rows].unsqueeze(1)
     if isinstance(value, tuple):
-        return tuple(_stacked(each, rows, total) for each in value)
+        return tuple(_stacked(item, rows, total) for item in value)
     return value
 
 
@@ -227,14 +236,14 @@ def _row(result: Tensor | tuple[Tensor, ...], row: int) -> Tensor | tuple[Tensor
     """One of a batch of results [n, 1, ...]."""
     if isinstance(result, Tensor):
         return result[row : row + 1]
-    return tuple(each[row : row + 1] for each in result)
+    return tuple(item[row : row + 1] for item in result)
 
 
 def _turned(result: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     """A batch of results [n, 1, ...] as rows [1, n, ...]."""
     if isinstance(result, Tensor):
         return result.transpose(0, 1)
-    return tuple(each.transpose(0, 1) for each in result)
+    return tuple(item.transpose(0, 1) for item in result)
 
 
 def _joined(results: list[Any], *, apart: bool) -> Any:
@@ -243,7 +252,10 @@ def _joined(results: list[Any], *, apart: bool) -> Any:
     if isinstance(results[0], Tensor):
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
     columns = list(zip(*results, strict=True))
-    rest = [None if each[0] is None else PerSequence(each) if apart else torch.cat(each, dim=1) for each in columns[1:]]
+    rest = [
+        None if column[0] is None else PerSequence(column) if apart else torch.cat(column, dim=1)
+        for column in columns[1:]
+    ]
     return (torch.cat(columns[0], dim=1), *rest)
 
 
@@ -253,8 +265,8 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         yield value
     elif id(value) not in seen and isinstance(value, dict | list | tuple):
         seen.add(id(value))
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each, seen)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item, seen)
     elif id(value) not in seen and value is not None:
         from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 

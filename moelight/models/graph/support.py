@@ -57,13 +57,13 @@ class Support:
     @property
     def refused(self) -> tuple[str, ...]:
         """Return descriptions of the features that these models do not support."""
-        found = []
+        result = []
         if self.profile is not None and self.profile.stateful:
-            found.append("shared prefixes of prompts: the state after a prefix belongs to one sequence")
+            result.append("shared prefixes of prompts: the state after a prefix belongs to one sequence")
         if self.how != "native":
-            found.append("a bfloat16 checkpoint computed in float16, as cards without bfloat16 do: asks for float32")
-            found.append("CUDA graphs of small passes")
-        return tuple(found)
+            result.append("a bfloat16 checkpoint computed in float16, as cards without bfloat16 do: asks for float32")
+            result.append("CUDA graphs of small passes")
+        return tuple(result)
 
 
 def support(config: PretrainedConfig) -> Support:
@@ -81,7 +81,7 @@ def support(config: PretrainedConfig) -> Support:
     except ConfigError as error:
         return Support(model_type=name, how=None, reason=str(error).removeprefix(f"{name}: "))
     how = "opaque" if MixerKind.OPAQUE in graph.mixers else "graph"
-    mixers = tuple(dict.fromkeys(each.value for each in graph.mixers))
+    mixers = tuple(dict.fromkeys(mixer.value for mixer in graph.mixers))
     return Support(model_type=name, how=how, mixers=mixers, profile=profile)
 
 
@@ -92,8 +92,8 @@ def find_config(model: str) -> PretrainedConfig:
     path = Path(model)
     if path.name == "config.json" or path.is_dir() or path.name != model:
         return read_config(path.parent if path.name == "config.json" else path)
-    rows = {each.name: each for each in Table.read().families}
-    types = {kind: each for each in rows.values() for kind in each.types}
+    rows = {family.name: family for family in Table.read().families}
+    types = {kind: family for family in rows.values() for kind in family.types}
     row, named = rows.get(model) or types.get(model), profile_names("model")
     try:
         if row is not None:
@@ -120,7 +120,7 @@ def refuse_unserved(profile: ModelProfile, *, where: str) -> None:
 
 def judge_families() -> Table:
     """The table of the installed transformers by dry runs of tiny models, which take a minute; kept."""
-    measured = {each.name: each for each in Table.read().families}
+    measured = {family.name: family for family in Table.read().families}
     families = []
     for name, model_type in moe_families().items():
         switches = measured[name].switches if name in measured else {}
@@ -134,18 +134,18 @@ def judge_family(name: str, model_type: str, switches: Any) -> Family:
 
     try:
         config = AutoConfig.for_model(model_type, **switches)
-        found = support(tiny(config))
-        found = support(config) if found.how is None else found  # the reason names the true sizes
+        result = support(tiny(config))
+        result = support(config) if result.how is None else result  # the reason names the true sizes
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # a config of defaults
         reason = f"the defaults of its config make no model: {(str(error).splitlines() or [''])[0]}"
-        found = Support(model_type=model_type, how=None, reason=reason)
+        result = Support(model_type=model_type, how=None, reason=reason)
     return Family(
         name=name,
         types=tuple(_types(name)),
         model_type=model_type,
-        how=found.how,
-        reason=found.reason,
-        mixers=found.mixers,
+        how=result.how,
+        reason=result.reason,
+        mixers=result.mixers,
         switches=switches,
     )
 
@@ -157,7 +157,9 @@ def moe_families() -> dict[str, str]:
     families = {}
     for folder in sorted(_folders(Path(transformers.__file__).parent / "models")):
         types = _types(folder)
-        text = [each for each in types if each != folder]  # of a family that sees too, the text model's
+        text = [
+            model_type for model_type in types if model_type != folder
+        ]  # of a family that sees too, the text model's
         families[folder] = folder if folder in types else text[0]
     return families
 
@@ -166,8 +168,8 @@ def _types(folder: str) -> list[str]:
     """Every ``model_type`` of a language model in ``folder``; without one, the first of a config."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
-    types = [each for each in CONFIG_MAPPING if model_type_to_module_name(each) == folder]
-    return [each for each in types if language_model(CONFIG_MAPPING[each]) is not None] or types[:1]
+    types = [model_type for model_type in CONFIG_MAPPING if model_type_to_module_name(model_type) == folder]
+    return [model_type for model_type in types if language_model(CONFIG_MAPPING[model_type]) is not None] or types[:1]
 
 
 def _folders(models: Path) -> Iterator[str]:

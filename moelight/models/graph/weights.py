@@ -150,7 +150,7 @@ class GraphWeightMap:
 
     def page_bytes(self, layer: int) -> int:
         """Bytes of each page of ``layer``."""
-        return self.layouts[layer].numbers * self.dtype.itemsize
+        return self.layouts[layer].elements * self.dtype.itemsize
 
 
 def locate_weights(directory: Path, model: Model) -> GraphWeightMap:
@@ -183,8 +183,8 @@ def matrices_of(directory: Path, model: Model) -> Checkpoint:
 
 def weights_in(checkpoint: Checkpoint, model: Model) -> GraphWeightMap:
     """`locate_weights` in a ``checkpoint`` of plain matrices."""
-    found = _Conversion(checkpoint, model.module)
-    return _Audit(checkpoint, model, found).weight_map()
+    conversion = _Conversion(checkpoint, model.module)
+    return _Audit(checkpoint, model, conversion).weight_map()
 
 
 @dataclass(slots=True)
@@ -234,8 +234,8 @@ class _Conversion:
                 groups.setdefault(target, _Sources()).by_pattern.setdefault(pattern, []).append(info)
             else:
                 self.left.append((target, info))
-        converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        return groups, {pattern: each for each in converters for pattern in each.source_patterns}
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        return groups, {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
     def _convert(self, target: str, group: _Sources, converters: Mapping[str, Any]) -> None:
         infos = group.infos()
@@ -271,7 +271,7 @@ class _Conversion:
                 converter.add_tensor(target, info.name, pattern, tensor)
         first = group.infos()[0]
         try:
-            found = converter.convert(target, model=self._module, config=self._module.config)
+            converted = converter.convert(target, model=self._module, config=self._module.config)
         except UnequalError as error:
             self.faults.add(
                 f"{error.info.file}: tensor {error.info.name!r} ({error.info.dtype} {list(error.info.shape)}) "
@@ -289,7 +289,7 @@ class _Conversion:
                 f"({str(error).splitlines()[0]}); check config.json"
             )
         else:
-            for name, tensor in found.items():
+            for name, tensor in converted.items():
                 if name not in self._state:
                     self.left.append((name, first))
                     continue
@@ -309,14 +309,14 @@ def renamer(module: nn.Module, state: dict[str, Any]) -> tuple[Any, Sequence[Any
 
     model: PreTrainedModel = module  # type: ignore[assignment]
     transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
 
     def rename(name: str) -> tuple[str, str | None]:
-        found = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if found[0] not in state and name in state:
+        renamed = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if renamed[0] not in state and name in state:
             return rename_source_key(name, [], [], model.base_model_prefix, state)
-        return found
+        return renamed
 
     return rename, transforms
 
@@ -337,12 +337,12 @@ def _gap(names: Sequence[str]) -> str:
     """The first name missing in ``names``, which are numbered from 0 on in one place; empty if there is none."""
     parts = [name.split(".") for name in names]
     first, last = parts[0], parts[-1]
-    place = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), None)
-    if place is None:
+    position = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), None)
+    if position is None:
         return ""
-    for index, each in enumerate(parts):
-        wanted = [*first[:place], _NUMBER.sub(str(index), first[place]), *first[place + 1 :]]
-        if each != wanted:
+    for index, part in enumerate(parts):
+        wanted = [*first[:position], _NUMBER.sub(str(index), first[position]), *first[position + 1 :]]
+        if part != wanted:
             return ".".join(wanted)
     return ""
 
@@ -350,10 +350,10 @@ def _gap(names: Sequence[str]) -> str:
 class _Audit:
     """Checks what `_Conversion` found against the module, and divides it into pages and the rest."""
 
-    def __init__(self, checkpoint: Checkpoint, model: Model, found: _Conversion) -> None:
-        self._checkpoint, self._model, self._found = checkpoint, model, found
+    def __init__(self, checkpoint: Checkpoint, model: Model, conversion: _Conversion) -> None:
+        self._checkpoint, self._model, self._found = checkpoint, model, conversion
         self._module: Any = model.module
-        self._faults = found.faults
+        self._faults = conversion.faults
         self._state = model.module.state_dict(keep_vars=True)
         self._paged = list(paged(model))
         self._of_pages = in_pages(model)
@@ -369,9 +369,9 @@ class _Audit:
         pages: dict[Page, tuple[TensorInfo, ...]] = {}
         for layer, form, paths in self._paged:
             rows = self._experts(form, paths)
-            if rows and (found := self._laid_out(rows)):
-                layouts[layer] = found[0]
-                pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(found[1])})
+            if rows and (laid_out := self._laid_out(rows)):
+                layouts[layer] = laid_out[0]
+                pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(laid_out[1])})
         matrices = []
         for layer, names in enumerate(self._model.pages):
             found_here, pages[Page(layer=layer, expert=0)] = self._page_of_layer(names, dtype)
@@ -398,7 +398,7 @@ class _Audit:
             infos = list(loose[layer].values())
             self._found.sources.update(dict.fromkeys(paths.values(), infos))
             claimed = {info.name for info in infos}
-            self._found.left = [each for each in self._found.left if each[1].name not in claimed]
+            self._found.left = [entry for entry in self._found.left if entry[1].name not in claimed]
 
     def _experts_one_by_one(
         self, form: ExpertForm, paths: Mapping[str, str], loose: LooseExperts
@@ -454,8 +454,8 @@ class _Audit:
                 ignored.append(IgnoredTensor(info=info, reason=reason))
             else:
                 left.append(info)
-        place = self._checkpoint.directory
-        elsewhere = _of_other_parts(place, left) if left and place.is_dir() else set()
+        directory = self._checkpoint.directory
+        elsewhere = _of_other_parts(directory, left) if left and directory.is_dir() else set()
         for info in left:
             if info.name in elsewhere:
                 ignored.append(IgnoredTensor(info=info, reason=OTHER_PART))
@@ -505,18 +505,18 @@ class _Audit:
             for patterns in (self._module._keep_in_fp32_modules_strict, self._module._keep_in_fp32_modules)
         )
         keeps = not isinstance(tensor, nn.Parameter) and any(box.info.dtype == "F32" for box in boxes)
-        own: torch.dtype | None = None
+        stored_dtype: torch.dtype | None = None
         if not tensor.is_floating_point() or tensor.dtype != self._module.dtype:
-            own = tensor.dtype
+            stored_dtype = tensor.dtype
         elif strict or (keeps and dtype is not FLOAT32):
-            own = torch.float32
-        return DenseTensor(names=tuple(names), shape=tuple(tensor.shape), dtype=own, wide=wide, boxes=boxes)
+            stored_dtype = torch.float32
+        return DenseTensor(names=tuple(names), shape=tuple(tensor.shape), dtype=stored_dtype, wide=wide, boxes=boxes)
 
     def _page_of_layer(
         self, names: Sequence[str], dtype: DType
     ) -> tuple[tuple[PagedMatrix, ...], tuple[TensorInfo, ...]]:
         """The matrices ``names`` in the order of the files, and the runs of stored numbers that make a page of them."""
-        found: list[tuple[str, DenseTensor]] = []
+        tensors: list[tuple[str, DenseTensor]] = []
         for name in names:
             if name not in self._found.sources:
                 self._found.missing(name)
@@ -524,27 +524,27 @@ class _Audit:
                 if fault := _not_of_a_page(tensor, dtype):
                     self._faults.add(fault)
                 else:
-                    found.append((name, tensor))
-        found.sort(key=lambda each: (str(each[1].boxes[0].info.file), each[1].boxes[0].info.offset))
+                    tensors.append((name, tensor))
+        tensors.sort(key=lambda entry: (str(entry[1].boxes[0].info.file), entry[1].boxes[0].info.offset))
         matrices, offset = [], 0
-        for name, tensor in found:
+        for name, tensor in tensors:
             matrices.append(PagedMatrix(name=name, shape=tensor.shape, offset=offset))
             offset += torch.Size(tensor.shape).numel()
-        runs = (_run_of(box, 0, torch.Size(box.shape).numel()) for _, tensor in found for box in tensor.boxes)
+        runs = (_run_of(box, 0, torch.Size(box.shape).numel()) for _, tensor in tensors for box in tensor.boxes)
         return tuple(matrices), tuple(runs)
 
     def _shaped(self, name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Whether tensor ``name`` has one of ``shapes``; records a fault otherwise."""
-        found = self._found.tensors[name].shape
-        if found in shapes:
+        shape = self._found.tensors[name].shape
+        if shape in shapes:
             return True
         infos = self._found.sources[name]
-        what = f"tensor {infos[0].name!r} has shape {list(infos[0].shape)}"
+        subject = f"tensor {infos[0].name!r} has shape {list(infos[0].shape)}"
         if len(infos) > 1:
-            what = f"tensors {infos[0].name!r} … {infos[-1].name!r} make {name!r} {list(found)}"
-        elif found != infos[0].shape:
-            what = f"tensor {infos[0].name!r} {list(infos[0].shape)} makes {name!r} {list(found)}"
-        self._faults.add(f"{infos[0].file}: {what}, but config.json asks for {list(shapes[0])}")
+            subject = f"tensors {infos[0].name!r} … {infos[-1].name!r} make {name!r} {list(shape)}"
+        elif shape != infos[0].shape:
+            subject = f"tensor {infos[0].name!r} {list(infos[0].shape)} makes {name!r} {list(shape)}"
+        self._faults.add(f"{infos[0].file}: {subject}, but config.json asks for {list(shapes[0])}")
         return False
 
     def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Tiled]] | None:
@@ -552,7 +552,7 @@ class _Audit:
         or stored one by one; None, and faults, if they are not as they should."""
         if loose := self._loose.get(layer_of(next(iter(paths.values())))):
             return self._experts_one_by_one(form, paths, loose)
-        found: dict[str, list[Tiled]] = {}
+        stacks: dict[str, list[Tiled]] = {}
         for name, path in paths.items():
             shape = tuple(self._state[path].shape)
             if path not in self._found.tensors:
@@ -565,17 +565,17 @@ class _Audit:
                 tensor = self._found.tensors[path]
                 if stacked:
                     tensor = tensor.view((form.count, shape[0] // form.count, *shape[1:]))
-                found[name] = tensor.unbind(0)
-        if len(found) < len(paths):
+                stacks[name] = tensor.unbind(0)
+        if len(stacks) < len(paths):
             return None
-        each = ({name: tensor[expert] for name, tensor in found.items()} for expert in range(form.count))
-        return [_matrices(form, tensors) for tensors in each]
+        per_expert = ({name: tensor[expert] for name, tensor in stacks.items()} for expert in range(form.count))
+        return [_matrices(form, tensors) for tensors in per_expert]
 
     def _laid_out(self, experts: Sequence[dict[str, Tiled]]) -> tuple[PageLayout, list[tuple[TensorInfo, ...]]] | None:
         """The layout of the pages of ``experts``, given the matrices of each, and the stored runs of each page; None,
         and a fault, if there are none or they differ."""
         layout: PageLayout | None = None
-        known: tuple[Any, ...] = ()
+        last_key: tuple[Any, ...] = ()
         runs: tuple[tuple[int, int, int], ...] = ()  # position of the tensor, first number from its first box on, count
         pages = []
         for expert, tensors in enumerate(experts):
@@ -583,37 +583,37 @@ class _Audit:
             first: dict[str, Box] = {}
             for _, box in boxes:
                 first.setdefault(box.info.name, box)
-            order, bases = {name: place for place, name in enumerate(first)}, list(first.values())
+            order, bases = {name: index for index, name in enumerate(first)}, list(first.values())
             places = [(order[box.info.name], box.offset - first[box.info.name].offset) for _, box in boxes]
             key = tuple((path, box.start, box.shape, box.strides) for path, box in boxes), tuple(places)
-            if key != known:
+            if key != last_key:
                 try:
-                    found = lay_out(tensors)
+                    laid_out = lay_out(tensors)
                 except ScatteredError as error:
                     self._faults.add(_not_a_page(error.info, f"the bytes of expert {expert} are not together"))
                     return None
-                if layout not in (None, found[0]):
+                if layout not in (None, laid_out[0]):
                     self._faults.add(_not_a_page(bases[0].info, f"expert {expert} lies otherwise than those before"))
                     return None
-                layout, known = found[0], key
+                layout, last_key = laid_out[0], key
                 runs = tuple(
-                    (order[run.info.name], run.begin - first[run.info.name].offset, run.count) for run in found[1]
+                    (order[run.info.name], run.begin - first[run.info.name].offset, run.count) for run in laid_out[1]
                 )
-            pages.append(tuple(_run_of(bases[place], begin, count) for place, begin, count in runs))
+            pages.append(tuple(_run_of(bases[index], begin, count) for index, begin, count in runs))
         return (layout, pages) if layout else None
 
 
 def _matrices(form: ExpertForm, tensors: Mapping[str, Tiled]) -> dict[str, Tiled]:
     """The matrices of one expert by their names in `PageLayout`, of its ``tensors`` by the names in ``form``."""
     names = ("gate", "up") if form.gated else ("up",)
-    inward = [_upright(tensors[each.name], each.transposed) for each in form.inward]
-    found = dict(zip(names, _gate_and_up(inward, form), strict=True))
-    found["down"] = _upright(tensors[form.outward.name], form.outward.transposed)
-    if biases := [tensors[each.bias] for each in form.inward if each.bias is not None]:
-        found |= {f"{name}_bias": bias for name, bias in zip(names, _gate_and_up(biases, form), strict=True)}
+    inward = [_upright(tensors[matrix.name], matrix.transposed) for matrix in form.inward]
+    matrices = dict(zip(names, _gate_and_up(inward, form), strict=True))
+    matrices["down"] = _upright(tensors[form.outward.name], form.outward.transposed)
+    if biases := [tensors[matrix.bias] for matrix in form.inward if matrix.bias is not None]:
+        matrices |= {f"{name}_bias": bias for name, bias in zip(names, _gate_and_up(biases, form), strict=True)}
     if form.outward.bias is not None:
-        found["down_bias"] = tensors[form.outward.bias]
-    return found
+        matrices["down_bias"] = tensors[form.outward.bias]
+    return matrices
 
 
 def _upright(tensor: Tiled, transposed: bool) -> Tiled:
@@ -656,7 +656,7 @@ def _run_of(base: Box, begin: int, count: int) -> TensorInfo:
 
 
 def _biases(form: ExpertForm) -> set[str | None]:
-    return {each.bias for each in (*form.inward, form.outward)}
+    return {matrix.bias for matrix in (*form.inward, form.outward)}
 
 
 def _not_read(module: Any) -> Iterator[tuple[str, str]]:
@@ -677,40 +677,40 @@ def _of_other_parts(directory: Path, left: Iterable[TensorInfo]) -> set[str]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    whole = getattr(transformers, (config.architectures or [""])[0], None)
-    if not config.sub_configs or whole is None:
+    full_class = getattr(transformers, (config.architectures or [""])[0], None)
+    if not config.sub_configs or full_class is None:
         return set()
     with torch.device("meta"):
-        module = whole(config)
+        module = full_class(config)
     state = module.state_dict()
     rename, _ = renamer(module, state)
     return {info.name for info in left if rename(info.name)[0] in state}
 
 
-def fill_weights(model: Model, found: GraphWeightMap, arena: Tensor, dtype: torch.dtype) -> None:
+def fill_weights(model: Model, weight_map: GraphWeightMap, arena: Tensor, dtype: torch.dtype) -> None:
     """Read all weights outside expert pages: the module's parameters and buffers become views of ``arena`` (uint8, at
-    least ``found.dense_bytes(dtype)``, contiguous, any device), computed buffers are on its device, and the experts'
-    matrices stay on the meta device. Raises CheckpointError for an unreadable file, for tied weights that are stored
-    twice and differ, and for numbers that float16 does not hold."""
-    check_bytes(arena, found.dense_bytes(dtype), "the arena")
+    least ``weight_map.dense_bytes(dtype)``, contiguous, any device), computed buffers are on its device, and the
+    experts' matrices stay on the meta device. Raises CheckpointError for an unreadable file, for tied weights that are
+    stored twice and differ, and for numbers that float16 does not hold."""
+    check_bytes(arena, weight_map.dense_bytes(dtype), "the arena")
     module: Any = model.module
     _compute_buffers(module, dtype, arena.device)
     views, used = [], 0
-    for tensor in found.dense:
+    for tensor in weight_map.dense:
         nbytes, kind = tensor.nbytes(dtype), tensor.dtype_in(dtype)
         views.append(arena[used : used + nbytes].view(kind).view(tensor.shape))
         used += align_up(nbytes, TENSOR_ALIGNMENT)
         _place(module, tensor.names, views[-1])
-    for name in found.initial:
+    for name in weight_map.initial:
         part = module.get_submodule(name.rpartition(".")[0])
         with torch.no_grad():
             module._init_weights(part)
-    files = (box.info.file for tensor in found.dense for box in tensor.boxes)
-    spares = (tensor.spare.file for tensor in found.dense if tensor.spare)
-    with TensorReader((*files, *spares), found.dtype) as reader:
-        for tensor, view in zip(found.dense, views, strict=True):
+    files = (box.info.file for tensor in weight_map.dense for box in tensor.boxes)
+    spares = (tensor.spare.file for tensor in weight_map.dense if tensor.spare)
+    with TensorReader((*files, *spares), weight_map.dtype) as reader:
+        for tensor, view in zip(weight_map.dense, views, strict=True):
             for box in tensor.boxes:
-                _read(reader, box, view, to_torch(found.dtype))
+                _read(reader, box, view, to_torch(weight_map.dtype))
             if view.dtype == torch.float16 and bool(view.isinf().any()):
                 info = tensor.boxes[0].info
                 raise CheckpointError(
@@ -722,22 +722,22 @@ def fill_weights(model: Model, found: GraphWeightMap, arena: Tensor, dtype: torc
     _check_filled(module, in_pages(model))
 
 
-def _read(reader: TensorReader, box: Box, whole: Tensor, common: torch.dtype) -> None:
-    """Fill the place of ``box`` in ``whole``; ``common`` is the dtype that ``reader`` converts."""
-    part = whole[tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))]
-    stored, numbers = _STORED[box.info.dtype], part.numel()
+def _read(reader: TensorReader, box: Box, target: Tensor, common: torch.dtype) -> None:
+    """Fill the place of ``box`` in ``target``; ``common`` is the dtype that ``reader`` converts."""
+    part = target[tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))]
+    stored, count = _STORED[box.info.dtype], part.numel()
     size = stored.itemsize
     if isinstance(box.info, QuantizedInfo):
         part.copy_(_numbers(box, part.dtype))
         return
     if box.in_order and part.is_contiguous():
-        piece = _run_of(box, 0, numbers)
+        piece = _run_of(box, 0, count)
         if stored == common:
             reader.read(piece, part)
             return
         flat = part.view(-1)
-        for begin in range(0, numbers, BOUNCE_BYTES // size):
-            chunk = torch.empty(min(BOUNCE_BYTES // size, numbers - begin), dtype=stored)
+        for begin in range(0, count, BOUNCE_BYTES // size):
+            chunk = torch.empty(min(BOUNCE_BYTES // size, count - begin), dtype=stored)
             reader.fill(piece, begin * size, chunk.view(torch.uint8))
             flat[begin : begin + chunk.numel()].copy_(chunk)
         return
@@ -774,34 +774,34 @@ def _compute_buffers(module: Any, dtype: torch.dtype, device: torch.device) -> N
     dtype in ``dtype``, and move them to ``device``. Raises ConfigError for one that is not computed."""
     from transformers import PreTrainedModel
 
-    own, owner = module.dtype, {}
+    module_dtype, owner = module.dtype, {}
     for model in module.modules():
         if isinstance(model, PreTrainedModel):
             owner.update(dict.fromkeys(model.modules(), model))  # the innermost last
     for part, model in owner.items():
         held = {name: part._buffers.get(name) for name in part._non_persistent_buffers_set}
-        fresh = {name: _unwritten(buffer, own, dtype) for name, buffer in held.items() if buffer is not None}
+        fresh = {name: _unwritten(buffer, module_dtype, dtype) for name, buffer in held.items() if buffer is not None}
         if not fresh:
             continue
         part._buffers.update(fresh)
         with torch.no_grad():
             model._init_weights(part)
         for name in fresh:
-            found = part._buffers[name]
-            if not isinstance(found, Tensor) or _is_unwritten(found):
+            current = part._buffers[name]
+            if not isinstance(current, Tensor) or _is_unwritten(current):
                 raise ConfigError(
                     f"{module.config.model_type}: buffer {name!r} of {type(part).__name__} is neither stored nor "
                     "computed by its initialisation"
                 )
-            part._buffers[name] = found.to(device)
+            part._buffers[name] = current.to(device)
 
 
-def _unwritten(buffer: Tensor, own: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _unwritten(buffer: Tensor, module_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Memory for ``buffer`` on the CPU, of numbers that no family computes."""
     if not buffer.is_floating_point():
         least = False if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min
         return torch.full(buffer.shape, least, dtype=buffer.dtype)
-    kind = dtype if buffer.dtype == own != torch.float32 else buffer.dtype
+    kind = dtype if buffer.dtype == module_dtype != torch.float32 else buffer.dtype
     return torch.full(buffer.shape, torch.nan, dtype=kind)
 
 
@@ -815,6 +815,6 @@ def _check_filled(module: Any, of_pages: set[str]) -> None:
     """Raise ConfigError if a tensor other than those ``of_pages`` has no numbers: how it is computed is not known."""
     for path, part in module.named_modules():
         for name, tensor in {**part._parameters, **part._buffers, **vars(part)}.items():
-            place = f"{path}.{name}".lstrip(".")
-            if isinstance(tensor, Tensor) and tensor.is_meta and place not in of_pages:
-                raise ConfigError(f"{module.config.model_type}: {place} is not in the checkpoint")
+            full_name = f"{path}.{name}".lstrip(".")
+            if isinstance(tensor, Tensor) and tensor.is_meta and full_name not in of_pages:
+                raise ConfigError(f"{module.config.model_type}: {full_name} is not in the checkpoint")

@@ -18,7 +18,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane
 from moelight.core.units import format_bytes
 from moelight.hrm.estimate import Estimate, Phase
-from moelight.optimizer.explain import why, worth_saying
+from moelight.optimizer.explain import explain_policy, worth_saying
 from moelight.optimizer.fixed_values import check_fixes
 from moelight.optimizer.plan import Plan, TierUse, WhatIf
 from moelight.optimizer.published import formulas
@@ -65,20 +65,20 @@ def published_plan(
     limits = read_limits(fix)
     dtypes = {key: _dtype(fix, key, model) for key in ("weight_dtype", "kv_dtype")}
     setting = formulas.setting_of(hardware, model, workload, **dtypes)
-    found = best_cell(setting, limits)
-    if found is None:
+    cell = best_cell(setting, limits)
+    if cell is None:
         raise published_infeasible_error(setting, limits, hardware, model)
-    attention_device, estimate = "gpu" if found.gpu_attention else "cpu", _estimate(setting, found)
+    attention_device, estimate = "gpu" if cell.gpu_attention else "cpu", _estimate(setting, cell)
     policy = Policy(
         model=name,
-        batch_size=found.batch_size,
-        micro_batch_size=found.micro_batch_size,
-        micro_batch_tokens=found.micro_batch_size * setting.prompt_len,
-        kv_tokens=found.batch_size * setting.context,
+        batch_size=cell.batch_size,
+        micro_batch_size=cell.micro_batch_size,
+        micro_batch_tokens=cell.micro_batch_size * setting.prompt_len,
+        kv_tokens=cell.batch_size * setting.context,
         attention_device=attention_device,
         ffn_device="gpu",
-        weights=_shares(fix, "weights", found.weights_host),
-        kv=_shares(fix, "kv", found.kv_host),
+        weights=_shares(fix, "weights", cell.weights_host),
+        kv=_shares(fix, "kv", cell.kv_host),
         schedule=SCHEDULE[attention_device],
         weight_dtype=dtypes["weight_dtype"].name,
         kv_dtype=dtypes["kv_dtype"].name,
@@ -89,12 +89,12 @@ def published_plan(
         workload=workload,
         estimator="paper",
         estimate=estimate,
-        memory=_memory(setting, found, hardware),
+        memory=_memory(setting, cell, hardware),
         why="",
         bound_tokens_per_s=estimate.decode_tokens_per_s,
     )
     found_what_ifs = _what_if(hardware, model, plan, fix) if what_ifs else ()
-    return replace(plan, why=why(plan, model), what_if=found_what_ifs)
+    return replace(plan, why=explain_policy(plan, model), what_if=found_what_ifs)
 
 
 def _estimate(setting: PaperSetting, policy: PaperPolicy) -> Estimate:
@@ -146,7 +146,9 @@ def _memory(setting: PaperSetting, policy: PaperPolicy, hardware: HardwareProfil
         *([] if disk is None else [("disk", disk.capacity_bytes, {})]),
     ]
     return tuple(
-        TierUse(tier=tier, capacity_bytes=size, by_purpose=tuple((what, round(float(b))) for what, b in use.items()))
+        TierUse(
+            tier=tier, capacity_bytes=size, by_purpose=tuple((purpose, round(float(b))) for purpose, b in use.items())
+        )
         for tier, size, use in uses
     )
 
@@ -154,12 +156,12 @@ def _memory(setting: PaperSetting, policy: PaperPolicy, hardware: HardwareProfil
 def _what_if(hardware: HardwareProfile, model: ModelProfile, plan: Plan, fix: Mapping[str, Any]) -> tuple[WhatIf, ...]:
     """The gain in decode rate of doubling each part of the machine and planning anew; best first."""
     plans = {
-        what: published_plan(better, model, plan.workload, name=model.name, fix=fix, what_ifs=False)
-        for what, better in _better(hardware)
+        label: published_plan(better, model, plan.workload, name=model.name, fix=fix, what_ifs=False)
+        for label, better in _better(hardware)
     }
-    rates = {what: found.estimate.decode_tokens_per_s for what, found in plans.items()}
+    rates = {label: planned.estimate.decode_tokens_per_s for label, planned in plans.items()}
     now = plan.estimate.decode_tokens_per_s
-    return worth_saying({f"twice the {what}": rate / now - 1.0 for what, rate in rates.items()})
+    return worth_saying({f"twice the {label}": rate / now - 1.0 for label, rate in rates.items()})
 
 
 def _better(hardware: HardwareProfile) -> Iterator[tuple[str, HardwareProfile]]:
@@ -181,9 +183,9 @@ def _better(hardware: HardwareProfile) -> Iterator[tuple[str, HardwareProfile]]:
     yield "link bandwidth", doubled("links", "bandwidth_bytes_per_s")
 
 
-def _shares(fix: Mapping[str, Any], what: str, host: float) -> Shares:
+def _shares(fix: Mapping[str, Any], prefix: str, host: float) -> Shares:
     """Shares of device and host memory: fixed values exactly as given, the others from ``host``."""
-    return Shares(device=fix.get(f"{what}.device", 1.0 - host), host=fix.get(f"{what}.host", host))
+    return Shares(device=fix.get(f"{prefix}.device", 1.0 - host), host=fix.get(f"{prefix}.host", host))
 
 
 def read_limits(fix: Mapping[str, Any]) -> Limits:
@@ -191,22 +193,22 @@ def read_limits(fix: Mapping[str, Any]) -> Limits:
     check_fixes(fix, has_gpu=True)
     for key in fix:
         if key not in (*_SIZES, *_DEVICES, *_SHARES):
-            raise _refused(fix, key, why="the published model has no such choice")
+            raise _refused(fix, key, reason="the published model has no such choice")
     if fix.get("ffn_device", "gpu") != "gpu" or fix.get("cpu_experts", 0) > 0:
         key = "cpu_experts" if fix.get("ffn_device", "gpu") == "gpu" else "ffn_device"
-        raise _refused(fix, key, why="the published model computes all experts on the GPU")
+        raise _refused(fix, key, reason="the published model computes all experts on the GPU")
     if fix.get("weights.disk", 0) > 0:
-        raise _refused(fix, "weights.disk", why="the published model has no disk")
+        raise _refused(fix, "weights.disk", reason="the published model has no disk")
     device = fix.get("attention_device", "cpu")
     if fix.get("schedule", SCHEDULE[device]) != SCHEDULE[device]:
         keys = ("schedule", "attention_device") if "attention_device" in fix else ("schedule",)
-        why = f"the published model is of {SCHEDULE['cpu']}, and of {SCHEDULE['gpu']} with attention on the GPU"
-        raise _refused(fix, *keys, why=why)
+        reason = f"the published model is of {SCHEDULE['cpu']}, and of {SCHEDULE['gpu']} with attention on the GPU"
+        raise _refused(fix, *keys, reason=reason)
     mu, n_ub, batch = (fix.get(key) for key in ("micro_batch_size", "num_micro_batches", "batch_size"))
     for key, part in (("micro_batch_size", mu), ("num_micro_batches", n_ub)):
         if batch is not None and part is not None and batch % part:
-            why = "in the published model the batch is a whole number of equal micro-batches"
-            raise _refused(fix, "batch_size", key, why=why)
+            reason = "in the published model the batch is a whole number of equal micro-batches"
+            raise _refused(fix, "batch_size", key, reason=reason)
     if batch is not None and (mu or n_ub):  # two of the three determine the third, since N = μ n_ub
         mu, n_ub = mu or batch // n_ub, batch // mu if mu else n_ub
     return Limits(
@@ -219,11 +221,11 @@ def read_limits(fix: Mapping[str, Any]) -> Limits:
     )
 
 
-def _host_share(fix: Mapping[str, Any], what: str) -> Range:
+def _host_share(fix: Mapping[str, Any], prefix: str) -> Range:
     """The range of w_c or c_c: a point if fixed."""
-    host, device = fix.get(f"{what}.host"), fix.get(f"{what}.device")
+    host, device = fix.get(f"{prefix}.host"), fix.get(f"{prefix}.device")
     if host is not None and device is not None and abs(host + device - 1.0) > _SLACK:
-        raise _refused(fix, f"{what}.device", f"{what}.host", why="in the published model they sum to 1")
+        raise _refused(fix, f"{prefix}.device", f"{prefix}.host", reason="in the published model they sum to 1")
     if host is None and device is not None:
         host = 1.0 - device
     return (0.0, 1.0) if host is None else (host, host)
@@ -236,8 +238,8 @@ def _kv_host(fix: Mapping[str, Any], attention_device: str) -> Range:
     for key, only in (("kv.device", 0.0), ("kv.host", 1.0)):
         if abs(float(fix.get(key, only)) - only) > _SLACK:
             keys = (key, "attention_device") if "attention_device" in fix else (key,)
-            why = "the CPU attends over host memory alone; fix attention_device=gpu for a cache on the device"
-            raise _refused(fix, *keys, why=why)
+            reason = "the CPU attends over host memory alone; fix attention_device=gpu for a cache on the device"
+            raise _refused(fix, *keys, reason=reason)
     return 1.0, 1.0
 
 
@@ -245,15 +247,15 @@ def _dtype(fix: Mapping[str, Any], key: str, model: ModelProfile) -> DType:
     """The fixed dtype, else that of quantised experts, else the model's own if it has 16 bits, else float16."""
     if key in fix:
         return dtype_named(fix[key])
-    own = dtype_named(model.dtype)
+    model_dtype = dtype_named(model.dtype)
     if key == "weight_dtype" and model.stored is not None:
         return model.stored.dtype
-    return own if own.bits == 16 else dtype_named("float16")
+    return model_dtype if model_dtype.bits == 16 else dtype_named("float16")
 
 
-def _refused(fix: Mapping[str, Any], *keys: str, why: str) -> ConfigError:
+def _refused(fix: Mapping[str, Any], *keys: str, reason: str) -> ConfigError:
     named = " and ".join(f"--fix {key}={fix[key]}" for key in keys)
-    return ConfigError(f"{named} cannot be planned by the paper estimator: {why}; or use the calibrated one")
+    return ConfigError(f"{named} cannot be planned by the paper estimator: {reason}; or use the calibrated one")
 
 
 def published_infeasible_error(
@@ -328,12 +330,12 @@ def _fewer(setting: PaperSetting, limits: Limits) -> str:
     if (size, number, limits.batch_size) == (None, None, None) or not fits(setting, limits, one, one)[0]:
         return ""
     if size is not None and number is None:
-        most = largest(lambda sizes: fits(setting, limits, sizes, one), one)
-        return f"; or a micro_batch_size of at most {most[0]}"
+        maximum = largest(lambda sizes: fits(setting, limits, sizes, one), one)
+        return f"; or a micro_batch_size of at most {maximum[0]}"
     mu = one * (size or 1)
     mu = mu if fits(setting, limits, mu, one)[0] else one
-    most = largest(lambda counts: fits(setting, limits, mu, counts), one)
-    return f"; or a batch_size of at most {most[0] * mu[0]} in micro-batches of {mu[0]}"
+    maximum = largest(lambda counts: fits(setting, limits, mu, counts), one)
+    return f"; or a batch_size of at most {maximum[0] * mu[0]} in micro-batches of {mu[0]}"
 
 
 # The published search
@@ -431,8 +433,8 @@ def least_shares(rows: list[CapacityRow], limits: Limits, cost: Callable[[Any, A
     best = GridShares(weights_host=np.inf, kv_host=np.inf, feasible=False)
     best_cost: Any = np.inf
     for kv_host in _vertices(bounds, limits.kv_host):
-        least, most = _weights_range(bounds, kv_host)
-        feasible = least <= most + _CELL_SLACK
+        least, maximum = _weights_range(bounds, kv_host)
+        feasible = least <= maximum + _CELL_SLACK
         price = np.where(feasible, cost(np.where(feasible, least, 0.0), kv_host), np.inf)
         better = price < best_cost
         best = GridShares(
@@ -460,15 +462,17 @@ def _vertices(bounds: list[CapacityRow], kv_host: Range) -> Iterator[Any]:
 def _weights_range(bounds: list[CapacityRow], kv_host: Any) -> tuple[Any, Any]:
     """The least and the most w_c that all bounds allow; the least exceeds the most if none is feasible."""
     least: Any = -np.inf
-    most: Any = np.inf
+    maximum: Any = np.inf
     for row in bounds:
         room = row.room(kv_host)
         flat = np.abs(row.weights) <= _CELL_SLACK * (np.abs(row.base) + np.abs(row.cap))  # rounding, no slope
         slope = np.where(flat, 1.0, row.weights)
         edge = room / slope
         least = np.maximum(least, np.where(~flat & (slope < 0), edge, -np.inf))
-        most = np.minimum(most, np.where(flat, np.where(room < 0, -np.inf, np.inf), np.where(slope > 0, edge, np.inf)))
-    return least, most
+        maximum = np.minimum(
+            maximum, np.where(flat, np.where(room < 0, -np.inf, np.inf), np.where(slope > 0, edge, np.inf))
+        )
+    return least, maximum
 
 
 def best_cell(setting: PaperSetting, limits: Limits) -> PaperPolicy | None:
@@ -544,8 +548,8 @@ def _sizes(setting: PaperSetting, limits: Limits) -> Any:
         sizes = at(np.arange(1, FIRST_SIZES + limits.batch_size // STEP + 1))
         sizes = sizes[limits.batch_size % sizes == 0]
     elif fits(setting, limits, one, _first(limits, one))[0]:
-        most = largest(lambda numbers: fits(setting, limits, at(numbers), _first(limits, at(numbers))), one)
-        return at(np.arange(1, most[0] + 1))
+        maximum = largest(lambda counts: fits(setting, limits, at(counts), _first(limits, at(counts))), one)
+        return at(np.arange(1, maximum[0] + 1))
     else:
         return one[:0]
     return sizes[fits(setting, limits, sizes, _first(limits, sizes))]

@@ -90,9 +90,9 @@ def read_profile(config: HFConfig, family: ModelFamily, *, name: str) -> ModelPr
     quantization = read_quantization(config)
     config.refuse(_ELSEWHERE, "the model is read from the keys beside it, which it would change")
     config.refuse_two_names()
-    for key, known in family.only.items():
-        config.refuse_other(key, known)
-    layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    for key, allowed in family.only.items():
+        config.refuse_other(key, allowed)
+    layers = config.integer("num_hidden_layers", maximum=MOST_LAYERS)
     moe_layers = _moe_layers(config, family, layers)
     profile = ModelProfile(
         name=name,
@@ -215,7 +215,7 @@ def _experts(config: HFConfig, family: ModelFamily) -> ExpertSpec:
     elif family.shared_experts is not None:
         shared = width * (config.integer_or_none("n_shared_experts", default=family.shared_experts, least=0) or 0)
     return ExpertSpec(
-        num_experts=config.integer(*family.experts_keys, default=family.num_experts, most=MOST_EXPERTS),
+        num_experts=config.integer(*family.experts_keys, default=family.num_experts, maximum=MOST_EXPERTS),
         intermediate_size=width,
         activation=config.activation(),
         shared_intermediate_size=shared,

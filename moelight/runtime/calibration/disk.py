@@ -44,11 +44,11 @@ class Scratch(ExitStack):
         super().__init__()
         self.direct: int | None = None
         try:
-            most = shutil.disk_usage(directory).free // SHARE_OF_FREE
-            if most < LEAST_BLOCKS * BLOCK_BYTES:
+            max_bytes = shutil.disk_usage(directory).free // SHARE_OF_FREE
+            if max_bytes < LEAST_BLOCKS * BLOCK_BYTES:
                 raise ConfigError(f"{directory}: too little disk is free to measure it; name another with --disk-dir")
             self._open(directory)
-            self.blocks = self._write(min(size, most) // BLOCK_BYTES, seconds)
+            self.blocks = self._write(min(size, max_bytes) // BLOCK_BYTES, seconds)
         except OSError as error:
             self.close()
             raise ConfigError(f"{directory}: the disk cannot be measured there ({error.strerror or error})") from None
@@ -196,11 +196,11 @@ class _DiskLane(AbstractContextManager["_DiskLane"]):
     def blocks(self) -> Iterator[int]:
         """Yield the numbers of all blocks as they arrive."""
         coming: deque[ReadTicket] = deque()
-        for place, number in enumerate(self._order):
-            if place >= _ON_THEIR_WAY:
+        for position, number in enumerate(self._order):
+            if position >= _ON_THEIR_WAY:
                 coming.popleft().wait()
-                yield self._order[place - _ON_THEIR_WAY]
-            into = self._slots[place % _ON_THEIR_WAY]
+                yield self._order[position - _ON_THEIR_WAY]
+            into = self._slots[position % _ON_THEIR_WAY]
             coming.append(self._reader.submit([ReadPart(self._file, number * BLOCK_BYTES, into)]))
         for number, ticket in zip(self._order[-len(coming) :], coming, strict=True):
             ticket.wait()

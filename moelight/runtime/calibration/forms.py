@@ -22,13 +22,13 @@ def fastest_forms(pool: Pool) -> dict[str, str]:
     or if the pool is too small to tell memory from a cache. The forms in force afterwards are those of before."""
     if not variants.forms() or pool.dtype != torch.bfloat16 or not pool.holds(*[_WEIGHT] * _GROUPS):
         return {}
-    before, found = variants.chosen(), dict[str, str]()
+    before, fastest = variants.chosen(), dict[str, str]()
     try:
         for kernel in KERNELS:
-            found[kernel] = _fastest(kernel, pool, before[kernel])
+            fastest[kernel] = _fastest(kernel, pool, before[kernel])
     finally:
         variants.choose(before)
-    return found
+    return fastest
 
 
 def _fastest(kernel: str, pool: Pool, current: str) -> str:

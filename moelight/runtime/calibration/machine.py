@@ -59,7 +59,7 @@ def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Me
     finish, crosses = finisher(device), device.type != "cpu"
     pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=crosses)
     plain = torch.zeros(size, dtype=torch.uint8)
-    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    on_device = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def copy(into: torch.Tensor, source: torch.Tensor, amount: float, seconds: float) -> Measurement:
         work = partial(into.copy_, source, non_blocking=True)
@@ -72,15 +72,15 @@ def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Me
 
     def copy_beside(seconds: float) -> Measurement:
         with beside(toil, "moelight-attention-beside"):
-            return copy(there, pinned, size, seconds)
+            return copy(on_device, pinned, size, seconds)
 
     return {
-        f"links.host{TO}device.bandwidth": partial(copy, there, pinned, size),
-        f"links.device{TO}host.bandwidth": partial(copy, pinned, there, size),
-        "measured.host_to_device_pageable": partial(copy, there, plain, size),
-        "measured.device_to_host_pageable": partial(copy, plain, there, size),
+        f"links.host{TO}device.bandwidth": partial(copy, on_device, pinned, size),
+        f"links.device{TO}host.bandwidth": partial(copy, pinned, on_device, size),
+        "measured.host_to_device_pageable": partial(copy, on_device, plain, size),
+        "measured.device_to_host_pageable": partial(copy, plain, on_device, size),
         "measured.host_to_device_under_attention": copy_beside,
-        "measured.transfer": partial(copy, there[:SMALL_BYTES], pinned[:SMALL_BYTES], 1.0),
+        "measured.transfer": partial(copy, on_device[:SMALL_BYTES], pinned[:SMALL_BYTES], 1.0),
     }
 
 
@@ -114,15 +114,17 @@ class _Findings:
         if not on_cpu:
             for measure_one, _ in measurements.values():
                 measure_one(0.0)  # kernels are loaded at their first use
-        found, busy = best_of_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
+        measured, busy = best_of_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
         self.busy_elsewhere = max(self.busy_elsewhere, busy)
-        readings = {key: reading for key, reading in found.items() if isinstance(key, str)}
-        curves = {point: reading for point, reading in found.items() if isinstance(point, tuple)}
+        readings = {key: reading for key, reading in measured.items() if isinstance(key, str)}
+        curves = {point: reading for point, reading in measured.items() if isinstance(point, tuple)}
         self.figures |= {key: reading for key, reading in readings.items() if "." in key}
         names = {name for name, _, _ in curves}
         self.surfaces += [surfaces.surface_of(name, curves) for name in EFFICIENCY if name in names]
         products = (f"{unit}_linear", f"{unit}_experts", surfaces.LARGE)
-        fastest = max((each for (name, *_), each in curves.items() if name in products), key=lambda each: each.rate)
+        fastest = max(
+            (reading for (name, *_), reading in curves.items() if name in products), key=lambda reading: reading.rate
+        )
         self.figures[f"processors.{unit}.peak"] = fastest
         return readings
 
@@ -146,29 +148,29 @@ def measure_machine(
     """
     if machine.twin:
         raise ConfigError("--device twin: a twin has no speed of its own; measure cpu, cuda or xpu")
-    began, found, scratch = time.perf_counter(), _Findings(), None
+    began, findings, scratch = time.perf_counter(), _Findings(), None
     with torch.inference_mode(), ExitStack() as stack:
         if disk_dir is not None:
             say(f"writing a scratch file in {disk_dir}")
             try:
                 scratch = stack.enter_context(disk.Scratch(disk_dir, effort.disk_bytes, seconds=effort.disk_write_s))
-                found.capacities["disk"] = shutil.disk_usage(disk_dir).total
+                findings.capacities["disk"] = shutil.disk_usage(disk_dir).total
             except ConfigError as error:
                 if disk_needed:
                     raise
-                found.notes.append(str(error))
+                findings.notes.append(str(error))
         pool = _host_pool(effort)
         say("measuring forms of kernels")
-        found.kernels = fastest_forms(pool)
-        variants.choose(found.kernels)  # what is measured from here on is what will run
+        findings.kernels = fastest_forms(pool)
+        variants.choose(findings.kernels)  # what is measured from here on is what will run
         say("measuring memory, processor and disk" if scratch else "measuring memory and processor")
-        _measure_host(found, pool, scratch, effort)
+        _measure_host(findings, pool, scratch, effort)
         if machine.discrete:
             say("measuring the GPU and its link")
-            _measure_device(found, machine, pool, effort)
-    if found.busy_elsewhere > DISTURBED_CORES:
-        found.figures["measured.busy_elsewhere"] = Measurement(rate=found.busy_elsewhere, spread=0.0)
-    return _profile(name, machine, found, time.perf_counter() - began)
+            _measure_device(findings, machine, pool, effort)
+    if findings.busy_elsewhere > DISTURBED_CORES:
+        findings.figures["measured.busy_elsewhere"] = Measurement(rate=findings.busy_elsewhere, spread=0.0)
+    return _profile(name, machine, findings, time.perf_counter() - began)
 
 
 def _host_pool(effort: Effort) -> Pool:
@@ -182,9 +184,9 @@ def _host_pool(effort: Effort) -> Pool:
     return Pool(size, device=torch.device("cpu"), dtype=to_torch(BFLOAT16))
 
 
-def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, effort: Effort) -> None:
+def _measure_host(findings: _Findings, pool: Pool, scratch: disk.Scratch | None, effort: Effort) -> None:
     """Indispensable figures are measured first, because a slow machine omits the last ones."""
-    found.capacities["host"] = memory_limit_bytes()
+    findings.capacities["host"] = memory_limit_bytes()
     figures: dict[str, Measure] = {
         "tiers.host.bandwidth": pool.measure(surfaces.read_work),
         "measured.host_copy": pool.measure(surfaces.copy_work),
@@ -201,32 +203,32 @@ def _measure_host(found: _Findings, pool: Pool, scratch: disk.Scratch | None, ef
         }
         if scratch.direct is not None:
             figures[_DIRECT] = partial(disk.direct_reads, scratch)
-    readings = found.read("cpu", figures, pool, effort)
+    readings = findings.read("cpu", figures, pool, effort)
     if scratch is not None:
-        _judge_disk(found, readings, past_cache=disk.past_cache(scratch))
+        _judge_disk(findings, readings, past_cache=disk.past_cache(scratch))
 
 
-def _judge_disk(found: _Findings, readings: dict[str, Measurement], *, past_cache: bool) -> None:
+def _judge_disk(findings: _Findings, readings: dict[str, Measurement], *, past_cache: bool) -> None:
     """Store the speed of the disk lane, or of direct reads if the lane's reads were served by the page cache."""
     lane, direct = readings[_LANE], readings.get(_DIRECT)
     if not past_cache and disk.from_cache(lane, readings[_CACHED]):
         if direct is None:
-            del found.capacities["disk"], found.figures[_LANE], found.figures[_CACHED]
-            found.notes.append("the disk could not be told from the page cache")
+            del findings.capacities["disk"], findings.figures[_LANE], findings.figures[_CACHED]
+            findings.notes.append("the disk could not be told from the page cache")
             return
-        found.notes.append("the page cache could not be emptied, so the disk was read past it")
-        found.figures[_LANE] = lane = direct
+        findings.notes.append("the page cache could not be emptied, so the disk was read past it")
+        findings.figures[_LANE] = lane = direct
     alone, beside, reads = readings[_ALONE], readings[_BESIDE], readings[_READS_BESIDE]
     for key, rate, spread in (
         ("measured.cpu_under_disk", beside.rate / alone.rate, beside.spread),
         ("measured.disk_under_cpu", reads.rate / lane.rate, lane.spread),
     ):
-        found.figures[key] = Measurement(rate=min(1.0, rate), spread=spread)
+        findings.figures[key] = Measurement(rate=min(1.0, rate), spread=spread)
 
 
-def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effort) -> None:
+def _measure_device(findings: _Findings, machine: Machine, host: Pool, effort: Effort) -> None:
     device = machine.device
-    free, found.capacities["device"] = map(int, torch.get_device_module(device).mem_get_info(device))
+    free, findings.capacities["device"] = map(int, torch.get_device_module(device).mem_get_info(device))
     dtype = to_torch(machine.native_dtype(BFLOAT16))
     pool = Pool(min(effort.pool_bytes, free // SHARE_OF_FREE), device=device, dtype=dtype)
     attend, _ = surfaces.decode_work(host, _BUSY_CONTEXT if host.holds((_BUSY_CONTEXT, surfaces.KV_NUMBERS)) else 64)
@@ -235,7 +237,7 @@ def _measure_device(found: _Findings, machine: Machine, host: Pool, effort: Effo
         "measured.gpu_launch": launches(device),
         **measure_links(device, min(effort.link_bytes, host.nbytes), attend),
     }
-    found.read("gpu", figures, pool, effort)
+    findings.read("gpu", figures, pool, effort)
 
 
 def _large_expert(pool: Pool, effort: Effort) -> Shape:
@@ -244,9 +246,9 @@ def _large_expert(pool: Pool, effort: Effort) -> Shape:
     return fitting[-1] if fitting else effort.experts[0]
 
 
-def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> HardwareProfile:
-    figures = found.figures.items()
-    values = {key: significant(1 / each.rate if key in _IN_SECONDS else each.rate) for key, each in figures}
+def _profile(name: str, machine: Machine, findings: _Findings, took_s: float) -> HardwareProfile:
+    figures = findings.figures.items()
+    values = {key: significant(1 / figure.rate if key in _IN_SECONDS else figure.rate) for key, figure in figures}
     counts = {"cpu": 1}
     ways: tuple[tuple[str, str], ...] = ()
     if machine.discrete:
@@ -256,15 +258,15 @@ def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> Ha
         name=name,
         date=time.strftime("%Y-%m-%d"),
         source="measured on the machine itself by moelight profile",
-        notes="; ".join([f"{describe(machine)}, in {took_s:.0f} s", *found.notes]),
+        notes="; ".join([f"{describe(machine)}, in {took_s:.0f} s", *findings.notes]),
         tiers=tuple(
             Tier(
                 name=tier,
-                capacity_bytes=found.capacities[tier],
+                capacity_bytes=findings.capacities[tier],
                 bandwidth_bytes_per_s=values[f"tiers.{tier}.bandwidth"],
             )
             for tier in ("device", "host", "disk")
-            if tier in found.capacities
+            if tier in findings.capacities
         ),
         links=tuple(
             Link(src=src, dst=dst, bandwidth_bytes_per_s=values[f"links.{src}{TO}{dst}.bandwidth"]) for src, dst in ways
@@ -281,20 +283,20 @@ def _profile(name: str, machine: Machine, found: _Findings, took_s: float) -> Ha
         measured=tuple(
             (key.removeprefix("measured."), value) for key, value in values.items() if key.startswith("measured.")
         ),
-        efficiency=tuple(surface for surface, _ in found.surfaces),
+        efficiency=tuple(surface for surface, _ in findings.surfaces),
         spread=(
-            *((key, significant(each.spread, 2)) for key, each in figures),
-            *((f"efficiency.{surface.name}", significant(spread, 2)) for surface, spread in found.surfaces),
+            *((key, significant(figure.spread, 2)) for key, figure in figures),
+            *((f"efficiency.{surface.name}", significant(spread, 2)) for surface, spread in findings.surfaces),
         ),
-        kernels=tuple(found.kernels.items()),
+        kernels=tuple(findings.kernels.items()),
     )
 
 
 def run_calibration(device: str, directory: str, file: str) -> int:
     """Measure and write the profile. Return 0, or 2 with one line on stderr if the measurement fails."""
     try:
-        found = measure_machine(find_machine(device), QUICK, name="auto", disk_dir=Path(directory), disk_needed=False)
-        write_hardware_profile(found, Path(file))
+        profile = measure_machine(find_machine(device), QUICK, name="auto", disk_dir=Path(directory), disk_needed=False)
+        write_hardware_profile(profile, Path(file))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -86,30 +86,30 @@ Points = Mapping[Point, Measure]
 
 
 class Pool:
-    """Initialized ``numbers`` [N] of 16 bits, from which operands are cut."""
+    """Initialized ``buffer`` [N] of 16 bits, from which operands are cut."""
 
     def __init__(self, size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate about ``size`` bytes; raises RuntimeError if the device has too little free memory."""
         count = max(_ALIGNMENT, size // dtype.itemsize // _ALIGNMENT * _ALIGNMENT)
-        self.numbers = torch.empty(count, dtype=dtype, device=device)
-        self.device, self.dtype, self.nbytes = device, dtype, self.numbers.nbytes
+        self.buffer = torch.empty(count, dtype=dtype, device=device)
+        self.device, self.dtype, self.nbytes = device, dtype, self.buffer.nbytes
         self._reached = 0
-        seed, *others = self.numbers.split(_SEED_NUMBERS)
+        seed, *others = self.buffer.split(_SEED_NUMBERS)
         seed.normal_(std=0.02)
         for part in others:
             part.copy_(seed[: len(part)])
 
     def holds(self, *shapes: tuple[int, ...]) -> bool:
         """True if the pool holds at least `LEAST_TURNS` groups of tensors of ``shapes``."""
-        return LEAST_TURNS * sum(map(prod, shapes)) <= self.numbers.numel()
+        return LEAST_TURNS * sum(map(prod, shapes)) <= self.buffer.numel()
 
     def groups(self, *shapes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
         """Groups of neighbouring tensors of ``shapes`` without end; each begins where the pool's last group ended."""
         sizes = [prod(shape) for shape in shapes]
         while True:
-            if self._reached + sum(sizes) > self.numbers.numel():
+            if self._reached + sum(sizes) > self.buffer.numel():
                 self._reached = 0
-            cuts = self.numbers[self._reached : self._reached + sum(sizes)].split(sizes)
+            cuts = self.buffer[self._reached : self._reached + sum(sizes)].split(sizes)
             self._reached = align_up(self._reached + sum(sizes), _ALIGNMENT)
             yield tuple(cut.view(shape) for cut, shape in zip(cuts, shapes, strict=True))
 
@@ -129,13 +129,13 @@ class Pool:
 
 def read_work(pool: Pool) -> tuple[Work, float]:
     """Reading of the whole pool with all threads, and its bytes."""
-    return pool.numbers.view(torch.float32).sum, pool.nbytes
+    return pool.buffer.view(torch.float32).sum, pool.nbytes
 
 
 def copy_work(pool: Pool) -> tuple[Work, float]:
     """Copy of one half of the pool to the other; each byte counts once."""
-    here, there = pool.numbers.view(2, -1)
-    return partial(there.copy_, here), here.nbytes
+    here, target = pool.buffer.view(2, -1)
+    return partial(target.copy_, here), here.nbytes
 
 
 def norm_work(pool: Pool, rows: int, hidden: int) -> tuple[Work, float]:
@@ -151,39 +151,39 @@ def points(unit: str, pool: Pool, effort: Effort) -> Points:
     ``linear``, ``experts`` (with sorting, gathering, ragged rows and the weighted sum) and ``prefill`` in flop/s;
     ``attention`` in bytes/s of keys and values; ``elementwise`` in bytes/s that one layer phase touches.
     """
-    on_cpu, found = unit == "cpu", dict[Point, Measure]()
+    on_cpu, measures = unit == "cpu", dict[Point, Measure]()
     rows, (shape, tall) = (effort.rows, effort.large) if on_cpu else (effort.gpu_rows, effort.gpu_large)
     for context in effort.contexts:
-        if context * KV_NUMBERS <= pool.numbers.numel():
+        if context * KV_NUMBERS <= pool.buffer.numel():
             work = decode_work if on_cpu else device_decode_work
-            found[f"{unit}_attention", 0, context] = pool.measure(work, context)
+            measures[f"{unit}_attention", 0, context] = pool.measure(work, context)
     for tokens in effort.prompts:
-        found[f"{unit}_prefill", 0, tokens] = pool.measure(prefill_work if on_cpu else device_prefill_work, tokens)
-    products = [(f"{unit}_linear", *each) for each in itertools.product(effort.linear, rows)]
+        measures[f"{unit}_prefill", 0, tokens] = pool.measure(prefill_work if on_cpu else device_prefill_work, tokens)
+    products = [(f"{unit}_linear", *sizes) for sizes in itertools.product(effort.linear, rows)]
     for name, weight, count in [*products, (LARGE, shape, tall)]:
         if pool.holds(weight):
-            found[name, _nbytes(pool, weight), count] = pool.measure(linear_work, weight, count)
+            measures[name, _nbytes(pool, weight), count] = pool.measure(linear_work, weight, count)
     for page, count in itertools.product(effort.experts, rows):
         experts, tokens = _layer(pool, page, count)
         if experts >= TOP_K:
             # rows of an expert that some token meets
             mean_rows = tokens * TOP_K / (experts * (1 - (1 - TOP_K / experts) ** tokens))
             point = f"{unit}_experts", _nbytes(pool, *_page(page)), mean_rows
-            found[point] = pool.measure(moe_work, page, experts, tokens)
+            measures[point] = pool.measure(moe_work, page, experts, tokens)
     for tokens in effort.touching:
         touch = partial(touches, pool, tokens) if on_cpu else pool.measure(norm_work, tokens, HIDDEN)
-        found[f"{unit}_elementwise", 0, _touched(tokens) / 2] = touch
-    return dict(sorted(found.items(), key=lambda item: item[0][2]))
+        measures[f"{unit}_elementwise", 0, _touched(tokens) / 2] = touch
+    return dict(sorted(measures.items(), key=lambda item: item[0][2]))
 
 
 def surface_of(name: str, readings: Mapping[Point, Measurement]) -> tuple[Surface, float]:
     """The surface ``name`` from its points among ``readings``, and the median of their spreads."""
-    mine = {(size, x): reading for (of, size, x), reading in readings.items() if of == name}
+    matching = {(size, x): reading for (of, size, x), reading in readings.items() if of == name}
     by_size: dict[float, dict[float, float]] = {}
-    for size, x in sorted(mine):
-        by_size.setdefault(float(size), {})[float(x)] = significant(mine[size, x].rate)
+    for size, x in sorted(matching):
+        by_size.setdefault(float(size), {})[float(x)] = significant(matching[size, x].rate)
     curves = tuple(Curve(x=tuple(curve), y=tuple(curve.values())) for curve in by_size.values())
-    spread = median(reading.spread for reading in mine.values())
+    spread = median(reading.spread for reading in matching.values())
     return Surface(name=name, sizes=tuple(by_size), curves=curves), spread
 
 
@@ -220,7 +220,7 @@ def _routings(pool: Pool, hidden: int, experts: int, tokens: int) -> list[Routed
     weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.float32, device=pool.device)
     drawn = torch.rand(ROUTINGS, tokens, experts, generator=torch.Generator().manual_seed(0))
     ids = drawn.topk(TOP_K).indices.sort().values.to(torch.int32).to(pool.device)
-    return [Routed(x=x, weights=weights, ids=each) for each in ids]
+    return [Routed(x=x, weights=weights, ids=row_ids) for row_ids in ids]
 
 
 def _layer(pool: Pool, shape: Shape, rows: int) -> tuple[int, int]:
@@ -233,8 +233,8 @@ def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
     """Decoding of one batch of sequences on the CPU, their blocks in order through the pool; and its bytes."""
     blocks_each = -(-context // BLOCK)
     unit = KV_HEADS * BLOCK * HEAD_DIM
-    size = pool.numbers.numel() // 2 // unit * unit
-    keys, values = pool.numbers[: 2 * size].view(2, -1, KV_HEADS, BLOCK, HEAD_DIM)
+    size = pool.buffer.numel() // 2 // unit * unit
+    keys, values = pool.buffer[: 2 * size].view(2, -1, KV_HEADS, BLOCK, HEAD_DIM)
     batch = max(1, min(SEQUENCES, len(keys) // blocks_each))
     turns = max(1, len(keys) // (batch * blocks_each))
     tables = torch.arange(turns * batch * blocks_each, dtype=torch.int32).view(turns, batch, blocks_each)
@@ -251,7 +251,7 @@ def decode_work(pool: Pool, context: int) -> tuple[Work, float]:
 def device_decode_work(pool: Pool, context: int) -> tuple[Work, float]:
     """Decoding of one batch of sequences on the device, their blocks in order through the pool; and its bytes."""
     blocks_each = -(-context // BLOCK)
-    cache = pool.numbers[: pool.numbers.numel() // KV_NUMBERS * KV_NUMBERS].view(-1, 2, KV_HEADS, HEAD_DIM)
+    cache = pool.buffer[: pool.buffer.numel() // KV_NUMBERS * KV_NUMBERS].view(-1, 2, KV_HEADS, HEAD_DIM)
     count = max(1, min(SEQUENCES, len(cache) // (blocks_each * BLOCK)))
     batches = [
         _ragged(pool, [1] * count, [context] * count, (first + np.arange(count * blocks_each)) * BLOCK)
@@ -334,13 +334,13 @@ def _touched(tokens: int) -> float:
     return float(tokens * HIDDEN * (TOUCHED_BEFORE + TOUCHED_AFTER))
 
 
-def _in_turn(whole: Work, part: Work, seconds: float) -> list[float]:
-    """Seconds of ``whole`` beyond its ``part``; both run in turn, so that a disturbance affects both."""
-    whole()
+def _in_turn(full: Work, part: Work, seconds: float) -> list[float]:
+    """Seconds of ``full`` beyond its ``part``; both run in turn, so that a disturbance affects both."""
+    full()
     part()
     rest, began = list[float](), time.perf_counter()
     while not rest or time.perf_counter() - began < seconds:
-        (whole_s,), (part_s,) = repeated(whole, 0.0), repeated(part, 0.0)
+        (whole_s,), (part_s,) = repeated(full, 0.0), repeated(part, 0.0)
         rest.append(max(whole_s - part_s, _LEAST_SHARE * whole_s))
     return rest
 

@@ -31,8 +31,8 @@ class Others:
 
     def cores(self) -> float:
         """Mean number of processors that other programs kept busy; 0 if unknown."""
-        wall, busy, own = map(operator.sub, self._now(), self._began)
-        return max(0.0, (busy - own) / wall) if wall > 0 and busy > 0 else 0.0
+        wall, busy, own_s = map(operator.sub, self._now(), self._began)
+        return max(0.0, (busy - own_s) / wall) if wall > 0 and busy > 0 else 0.0
 
     def _now(self) -> tuple[float, float, float]:
         return time.perf_counter(), self._busy_seconds(), time.process_time()
@@ -49,12 +49,12 @@ class Others:
 
 def _processors() -> set[int]:
     """Return the processors of all threads, because each may be bound to its own."""
-    found = set[int]()
+    processors = set[int]()
     if hasattr(os, "sched_getaffinity"):
         for thread in psutil.Process().threads():
             with suppress(ProcessLookupError):  # the thread has ended
-                found |= os.sched_getaffinity(thread.id)
-    return found
+                processors |= os.sched_getaffinity(thread.id)
+    return processors
 
 
 Work = Callable[[], object]
@@ -105,18 +105,18 @@ def best_of_rounds(
     """Fastest reading of each measurement (given with the seconds it may take), and the processors that other programs
     kept busy in the quietest round. Rounds are repeated until ``quiet_rounds`` were undisturbed or ``seconds`` have
     passed; the first round is cut at twice ``seconds``, so order measurements by importance."""
-    began, found, quiet, least = time.perf_counter(), dict[Key, Measurement](), 0, float("inf")
-    while quiet < quiet_rounds and (not found or time.perf_counter() - began < seconds):
-        others, first_round = Others(), not found
+    began, best, quiet, least = time.perf_counter(), dict[Key, Measurement](), 0, float("inf")
+    while quiet < quiet_rounds and (not best or time.perf_counter() - began < seconds):
+        others, first_round = Others(), not best
         for key, (measure_one, each_s) in measurements.items():
-            if found and time.perf_counter() - began > (2 * seconds if first_round else seconds):
+            if best and time.perf_counter() - began > (2 * seconds if first_round else seconds):
                 break
             reading = measure_one(each_s)
-            if key not in found or reading.rate > found[key].rate:
-                found[key] = reading
+            if key not in best or reading.rate > best[key].rate:
+                best[key] = reading
         busy = others.cores()
         quiet, least = quiet + (busy < DISTURBED_CORES), min(least, busy)
-    return found, least
+    return best, least
 
 
 def repeated(work: Work, seconds: float, *, before: Work = lambda: None) -> list[float]:

@@ -179,7 +179,7 @@ class PlayedCluster:
             try:
                 yield call, call.result()
             except Killed:
-                yield call, ActorLost(why="killed", died=True)
+                yield call, ActorLost(reason="killed", died=True)
 
     def is_alive(self, node: str) -> bool:
         return node not in self.dead_nodes

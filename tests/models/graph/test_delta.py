@@ -104,11 +104,11 @@ def test_a_sequence_keeps_rows_of_the_convolution_and_a_state_of_every_head():
     found, state = delta_module(module, {}), State()
     found([(state, 2)], torch.zeros(1, 2, module.hidden_size))
     conv = (module.conv_kernel_size - 1, module.conv_dim)
-    assert [each.shape for each in state.kept.values()] == [
+    assert [each.shape for each in state.tensors.values()] == [
         conv,
         (module.num_v_heads, module.head_k_dim, module.head_v_dim),
     ]
-    assert state.nbytes == sum(each.nbytes for each in state.kept.values())
+    assert state.nbytes == sum(each.nbytes for each in state.tensors.values())
 
 
 def test_modules_that_compute_alike_are_tried_once(monkeypatch):

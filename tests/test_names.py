@@ -1,0 +1,96 @@
+"""Names state a type or a role: ``each``, ``found`` and their like name no variable, parameter or attribute.
+
+The programs of Triton are apart: their text is what `tests/kernels/compiled.json` records.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import moelight
+
+PACKAGE = Path(moelight.__file__).parent
+WORDS = frozenset(
+    {
+        "each",
+        "found",
+        "given",
+        "kept",
+        "known",
+        "mine",
+        "most",
+        "numbers",
+        "own",
+        "place",
+        "said",
+        "there",
+        "what",
+        "whole",
+        "why",
+    }
+)
+# Attributes that are keys of JSON objects, or public; their number may only fall.
+ATTRIBUTES = {"found": 2, "given": 1, "kept": 1, "place": 1, "why": 3}
+
+
+def assigned(tree: ast.AST) -> tuple[Counter[str], Counter[str]]:
+    """The words among the names of variables and parameters of ``tree``, and among those of fields and functions."""
+    names, attributes = Counter[str](), Counter[str]()
+    fields = {
+        id(statement.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) if id(node) in fields:
+                attributes[name] += 1
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                names[name] += 1
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                attributes[name] += 1
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                attributes[name] += 1
+            case _:
+                pass
+    return (
+        Counter({name: count for name, count in names.items() if name in WORDS}),
+        Counter({name: count for name, count in attributes.items() if name in WORDS}),
+    )
+
+
+def test_variables_and_attributes_have_names_of_the_field() -> None:
+    variables: dict[str, list[str]] = {}
+    attributes = Counter[str]()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name.endswith("_triton.py"):
+            continue
+        of_variables, of_attributes = assigned(ast.parse(path.read_text(encoding="utf-8")))
+        attributes += of_attributes
+        if of_variables:
+            variables[str(path.relative_to(PACKAGE))] = sorted(of_variables)
+    assert variables == {}, "name the type or the role: expert, tensor, result, max_bytes, offset, values, reason"
+    assert attributes == ATTRIBUTES
+
+
+@pytest.mark.parametrize(
+    ("source", "variables", "attributes"),
+    [
+        ("for each in rows: pass", ["each"], []),
+        ("def f(given, *, most=1): pass", ["given", "most"], []),
+        ("rows = [place for place in places]", ["place"], []),
+        ("if (found := f()): pass", ["found"], []),
+        ("class A:\n    kept: int\n    def why(self): self.whole = 1", [], ["kept", "whole", "why"]),
+        ("import numbers\nf(most=1, each=found.kept)", [], []),
+    ],
+)
+def test_what_counts(source: str, variables: list[str], attributes: list[str]) -> None:
+    of_variables, of_attributes = assigned(ast.parse(source))
+    assert sorted(of_variables) == variables
+    assert sorted(of_attributes) == attributes
