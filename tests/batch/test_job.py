@@ -153,12 +153,12 @@ def test_a_disk_too_full_for_the_trace_costs_no_answers(
     """It is said at the end; answers and stats are written, an earlier trace is as it was."""
 
     @contextlib.contextmanager
-    def full(path: Path, *, what: str) -> Iterator[Callable[[bytes], None]]:
-        with whole_file(path, label=what) as write:
+    def full(path: Path, *, label: str) -> Iterator[Callable[[bytes], None]]:
+        with whole_file(path, label=label) as write:
 
             def some(data: bytes) -> None:
                 if b"thread_name" in data:
-                    raise InputError(f"{what} {path}: cannot be written (no space left)", code="output_path")
+                    raise InputError(f"{label} {path}: cannot be written (no space left)", code="output_path")
                 write(data)
 
             yield some
