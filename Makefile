@@ -154,7 +154,7 @@ $(BESIDE): $(INPUTS)
 # What a Python with torch and Triton seldom has; FOR is the version of that Python.
 FOR := 3.12
 LIBRARY_VERSIONS := _2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 # of the C library, each of which pip takes by its name alone
-SELDOM := highspy prometheus_client jinja2 lark msgspec llguidance greenlet transformers compressed-tensors pydantic pydantic-core \
+SELDOM := highspy prometheus_client jinja2 lark msgspec llguidance jsonschema-rs greenlet transformers compressed-tensors pydantic pydantic-core \
   annotated-types typing-inspection loguru nanobind scikit-build-core pathspec
 wheels:  ## fetch into .wheels what `make gpu` needs on a machine without a network
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --constraint constraints.txt --dest .wheels \
