@@ -79,7 +79,7 @@ families: $(STAMP)  ## measure what the table of families says, ARGS: of some; w
 	$(BIN)/python -m tests.models.graph.measured $(ARGS)
 
 # Ten lines for each percent of examples; most of them are bad, and each says what must become of it.
-test-hostile: $(STAMP)  ## answer 2,000 lines of which two thirds mean harm: an error row each, the others as ever
+test-hostile: $(STAMP)  ## answer 2,000 lines, two thirds of them bad: an error row each, the others as if they were alone
 	MOELIGHT_EXAMPLES=200 $(BIN)/python -m pytest -n 0 tests/batch/test_hostile.py $(ARGS)
 
 test-crash: $(STAMP)  ## kill jobs 60 times at random moments and compare their output
@@ -139,7 +139,7 @@ WHEELS ?= $(if $(wildcard $(STAMP)),,$(wildcard .wheels))
 BEGAN := $(shell date +%s)
 BESIDE := $(VENV)/.beside
 OFFLINE = PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS)) $(BIN)/python -m pip install --no-compile
-PACKAGES_OF = import sys; print(*(each for each in sys.path if each.endswith("-packages")), sep="\n")
+PACKAGES_OF = import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")
 
 gpu: $(if $(WHEELS),$(BESIDE),$(STAMP))  ## measure a card: DEVICE=twin plays one; MINUTES, PARTS='shapes least', OUT=DIR
 	$(BIN)/python benchmarks/gpu.py --began $(BEGAN) --minutes $(MINUTES) --device $(DEVICE) \

@@ -57,7 +57,7 @@ def test_the_job_that_is_suspended_and_killed_has_the_rows_of_the_one_that_is_no
 
 
 def test_without_a_limit_memory_must_hold_the_context(job: Path) -> None:
-    """The row says so under a policy that is given, the plan before anything is loaded."""
+    """Under a policy with a smaller cache each row is an error row that says what it takes."""
     (job / "small.yaml").write_text(SIZES % (CONTEXT - 16))
     rows = str(job / "rows.jsonl")
     refused = moelight_inside("generate", rows, "--model", str(job / "model"), "--policy", str(job / "small.yaml"))

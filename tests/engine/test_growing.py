@@ -133,7 +133,7 @@ def test_every_sequence_ends_whatever_is_suspended(run: Driver) -> None:
     assert set(run.finished) == set(run.ends)
     assert run.pool.free == run.pool.blocks
     assert not run.batcher.running
-    # Passes in which nothing but the oldest one goes on, at one token each, would be fewer.
+    # Twice the passes of one token each in which only the oldest sequence goes on.
     work = sum(len(each.request.token_ids) + each.max_tokens + 2 for each in run.ends)
     assert run.passes <= 2 * work
 

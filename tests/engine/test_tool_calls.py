@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from moelight.engine.tokenizer import Tokenizer
 from moelight.engine.tool_calls import TOOL_FORMATS, call_id, find_tool_format
 from moelight.engine.tool_schemas import ArgumentFields
 
+ROOT = Path(__file__).parents[2]
 SPECIAL = [
     *("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>", "<|python_tag|>"),
     *("[TOOL_CALLS]", "[ARGS]", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"),
@@ -238,6 +240,12 @@ def accepts(calls: CallConstraints, answer: str, request: ToolRequest) -> bool:
         return True
     allowed = constraint.allowed()
     return allowed is not None and bool(int(allowed[eos // 32]) >> eos % 32 & 1)
+
+
+def test_the_documentation_names_every_format() -> None:
+    page = (ROOT / "docs" / "guides" / "reasoning.md").read_text(encoding="utf-8")
+    assert [name for name in TOOL_FORMATS if f"`{name}`" not in page] == []
+    assert f"tool calls of {len(TOOL_FORMATS)} formats" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_format_is_here() -> None:

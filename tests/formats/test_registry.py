@@ -60,7 +60,7 @@ def test_nothing_else_compares_with_a_formats_name() -> None:
         ("stored.is_quantised", 0),
     ],
 )
-def test_the_test_sees(source: str, count: int) -> None:
+def test_comparisons_with_names_are_counted(source: str, count: int) -> None:
     assert comparisons(source) == count
 
 
