@@ -290,7 +290,7 @@ class GemmaTools(ToolFormat):
     are."""
 
     _QUOTE = '<|"|>'
-    _KEY = re.compile(r'\s*(?:<\|"\|>([^<]*)<\|"\|>|([^:{}\[\],\s]+))\s*:')
+    _KEY = re.compile(r'\s*(?:<\|"\|>([^<]*)<\|"\|>|([^:{}\[\],\s]+(?:\s+[^:{}\[\],\s]+)*))\s*:')
 
     def _read(self, text: str, arguments: Arguments) -> ReadCalls:
         def call(at: int) -> tuple[ToolCall, int]:
@@ -366,7 +366,7 @@ class _GemmaValues:
             return self._names[key]
         self._names[key] = name = f"{self._rule}_v{len(self._names)}"
         values = enumerated(resolved) if isinstance(resolved, dict) else None
-        options = [self._constant(value) for value in values or ()]
+        options = [self._calls.literal(self._constant(value)) for value in values or ()]
         if values is None:
             kinds = sorted(arguments.kinds(resolved))
             options += [self._of_kind(kind, f"{name}_{kind}", alone, at) for kind in kinds]
@@ -392,8 +392,12 @@ class _GemmaValues:
         return name
 
     def _constant(self, value: object) -> str:
-        quote = GemmaTools._QUOTE
-        return self._calls.literal(f"{quote}{value}{quote}" if isinstance(value, str) else plain_text(value))
+        """``value`` in Gemma's notation."""
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{key}:{self._constant(item)}' for key, item in value.items())}}}"
+        if isinstance(value, list):
+            return f"[{','.join(map(self._constant, value))}]"
+        return f"{GemmaTools._QUOTE}{value}{GemmaTools._QUOTE}" if isinstance(value, str) else plain_text(value)
 
 
 class LlamaTools(ToolFormat):
@@ -443,12 +447,15 @@ class PythonicTools(ToolFormat):
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Name) and node.id in self._CONSTANTS:
             return self._CONSTANTS[node.id]
-        if isinstance(node, ast.Dict):
+        if isinstance(node, ast.Dict) and None not in node.keys:
             pairs = zip(node.keys, node.values, strict=True)
             return {str(self._value(key)): self._value(value) for key, value in pairs if key is not None}
         if isinstance(node, ast.List | ast.Tuple):
             return [self._value(item) for item in node.elts]
-        return ast.literal_eval(node)
+        value = ast.literal_eval(node) if isinstance(node, ast.Constant | ast.UnaryOp) else node
+        if value is not None and not isinstance(value, str | int | float):
+            raise ValueError("no value of JSON")
+        return value
 
     def grammar(self, calls: CallGrammar) -> str:
         def rules(tool: str, rule: str) -> list[str]:

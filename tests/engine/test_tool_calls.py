@@ -272,6 +272,15 @@ def test_published_forms_are_read(name: str) -> None:
     assert form.read("It rains <b>", arguments) == ("It rains <b>", [])
 
 
+@pytest.mark.parametrize("value", ['b"a"', "1 + 2j", "-2j", "...", "{1}", "{[1]}", "1e999", "f(1)", "{**x}", "[b'a']"])
+def test_values_of_python_that_json_has_not(value: str) -> None:
+    text = f"[get_weather(city={value})]"
+    assert TOOL_FORMATS["pythonic"].read(text, {}) == (text, [])
+    text = "[get_weather(city=-1.5, near={'km': [None, true, False]}, day='a' 'b')]"
+    _, (call,) = TOOL_FORMATS["pythonic"].read(text, {})
+    assert json.loads(call.arguments) == {"city": -1.5, "near": {"km": [None, True, False]}, "day": "ab"}
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_forced_call_keeps_to_the_format(calls: CallConstraints, name: str) -> None:
     text, alone = ANSWERS[name][1], name == "harmony"
@@ -341,6 +350,17 @@ def test_schemas_are_walked_as_those_of_response_formats(calls: CallConstraints,
         "/tool_calls/1/function/arguments/tags",
         "/properties/tags/uniqueItems",
     )
+
+
+def test_objects_that_gemma_may_choose_from(calls: CallConstraints) -> None:
+    values = {"first name": {"km": [1.5, "x", {"in": None}], "at": "y"}}
+    schema = {"properties": {"first name": {"enum": [values["first name"], "C"]}}, "required": ["first name"]}
+    request = ToolRequest(tools=tool(schema), choice="required", format="gemma")
+    text = gemma_calls(values)
+    assert accepts(calls, text, request)
+    _, (call,) = calls.read(request, text)
+    assert json.loads(call.arguments) == values
+    assert calls.error(request, [call]) is None
 
 
 def test_what_of_strings_a_format_without_quotes_cannot_enforce(calls: CallConstraints) -> None:
