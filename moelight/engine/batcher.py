@@ -472,7 +472,7 @@ class Batcher:
         if failed:
             self._pool.forget_all()
         for sequence in list(self._running):
-            self.retire(sequence)
+            self._release(sequence)
 
     def _admit(self) -> RunningSequence | None:
         """Admit the first sequence that waits; None if there is none, or it has to go on waiting."""

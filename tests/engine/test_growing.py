@@ -214,6 +214,16 @@ def test_the_expected_length_is_learned_from_answers_that_have_ended() -> None:
     assert lengths.expected == 58  # (8 x 100 + 5000) / 100
 
 
+def test_sequences_that_are_dropped_have_not_ended() -> None:
+    batcher = Batcher(POLICY, BlockPool(9), discrete=False, expected_len=100)
+    ended, dropped = sequence(0, 4, 40), sequence(1, 4, 40)
+    batcher.add([ended, dropped])
+    batcher.launched(batcher.next_pass())
+    batcher.retire(ended)
+    batcher.clear()
+    assert batcher.lengths.ended == 1
+
+
 def test_a_sequence_whose_positions_follow_its_length_reserves_everything() -> None:
     """Under dynamic scaling the keys of tokens that are computed at once are other ones."""
     rule = ByLength(border=30, anew=False)
