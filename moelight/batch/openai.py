@@ -2,8 +2,7 @@
 them.
 
 Omitted fields take the job's defaults, not OpenAI's (whose temperature is 1); `COMPLETION_TOKENS` where the job limits
-no answer. URLs and paths in a line are neither
-fetched nor opened.
+no answer. URLs and paths in a line are neither fetched nor opened.
 """
 
 from __future__ import annotations

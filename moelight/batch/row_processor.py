@@ -157,9 +157,8 @@ class RowProcessor:
         self._next = self._taken = 0
         self.asked = 0  # sequences requested
         self.first_error: BadRow | None = None
-        self.spared = (
-            0  # expected tokens that are not generated: rows ended early or refused, less those that are longer
-        )
+        # Expected tokens that are not generated: of rows ended early or refused, less those of longer answers.
+        self.spared = 0
         self.unlimited = 0  # finished sequences that only the context limited
 
     @property

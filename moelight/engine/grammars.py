@@ -75,8 +75,8 @@ class Vocabulary:
 def compiled(
     trie: llguidance.LLTokenizer, kind: str, text: str, *, stack_bytes: int = STACK_BYTES
 ) -> llguidance.LLMatcher:
-    """The initial matcher of a grammar of ``kind`` ``json``, ``regex`` or ``lark``; raises ValueError, for `said`, if
-    there is none."""
+    """The initial matcher of a grammar of ``kind`` ``json``, ``regex`` or ``lark``; raises ValueError, for
+    `short_error`, if there is none."""
     import llguidance
 
     def compile_grammar() -> llguidance.LLMatcher:

@@ -251,7 +251,7 @@ class Residency:
     Attributes:
         cache: the expert cache, with the predictor of the policy.
         begin_with: int64 [n, 3], (layer, expert, slot) of the experts to load before the first batch: the pins of the
-            policy, then the most used experts of ``known``, as far as they fit.
+            policy, then the most used experts of ``profile``, as far as they fit.
         counted: profile into which this run counts; None: nothing is counted.
     """
 

@@ -26,8 +26,8 @@ Into = Sequence[tuple[int, Tensor]]  # (first byte in the page, destination: uin
 Tensors = Iterable[tuple[int, int, Tensor]]  # (expert, first byte in its page, tensor)
 
 
-# Holds every page of a model, ``where`` it says: `keep` for each layer, then `kept`, `start` for pages in the order of
-# calls, and `close`, which finishes all copies and frees the pages.
+# Holds every page of a model, ``where`` it says: `keep` for each layer, then `finish`, `start` for pages in the order
+# of calls, and `close`, which finishes all copies and frees the pages.
 OffloadStore: TypeAlias = "DiskStore | HostStore"
 
 
@@ -78,7 +78,7 @@ class DiskStore:
 
     def start(self, page: Page, into: Into) -> PendingPage:
         """Start to copy a page, or parts of it."""
-        assert self._reader is not None  # `kept` was called before
+        assert self._reader is not None  # `finish` was called before
         at = self._at(page.layer, page.expert)
         ticket = self._reader.submit([ReadPart(self._file, at + begin, dest) for begin, dest in into])
 

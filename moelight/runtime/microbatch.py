@@ -104,7 +104,7 @@ class SavedActivations:
 
     @classmethod
     def in_arena(cls, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> SavedActivations:
-        """Activations of a whole pass; ``arena`` uint8, of `moe_workspace_bytes` for ``tokens``."""
+        """Activations of a whole pass; ``arena`` uint8, the ``mixture`` of `footprint` for ``tokens``."""
         token_bytes = {"sums": hidden * 4, "weights": top_k * 4, "ids": top_k * 4, "x": hidden * dtype.itemsize}
         regions = _regions(arena, tokens, token_bytes)
         weights, ids = regions["weights"].view(torch.float32), regions["ids"].view(torch.int32)

@@ -75,7 +75,7 @@ class LayerPages:
 
 
 class MoEOps:
-    """Operations after attention. ``host_space``: buffers of the CPU's experts beside a device; ``kept``: activations,
+    """Operations after attention. ``host_space``: buffers of the CPU's experts beside a device; ``saved``: activations,
     if experts run once per pass, over the first rows of ``hidden`` [T, H]; without grouped kernels at most
     ``most_rows`` rows (on a CPU `CPU_ROWS`) at a time; ``wide_layers``: layers with an expert that float16 does not
     hold, which grow as pages are read and are complete for a task whose pages have been."""

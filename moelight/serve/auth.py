@@ -22,7 +22,7 @@ from moelight.serve.store import private
 LEAST_TOKEN = 16  # characters
 LINGER_S = 10.0
 MOST_REQUESTS = 64  # at once
-CONNECTION = "connection"  # key in the state of a request, whose value is `known` once a request brought the token
+CONNECTION = "connection"  # key in the state of a request; its value is `authorized` once a request brought the token
 OPEN_PATHS = frozenset({"/health"})
 _MOST_TOKEN_BYTES = 4096
 

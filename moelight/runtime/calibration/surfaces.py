@@ -114,7 +114,7 @@ class Pool:
             yield tuple(cut.view(shape) for cut, shape in zip(cuts, shapes, strict=True))
 
     def normal(self, *shape: int) -> Tensor:
-        """A new tensor like ``numbers``, of normal deviates."""
+        """A new tensor like ``buffer``, of normal deviates."""
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def measure(self, make: Callable[..., tuple[Work, float]], *arguments: object) -> Measure:
