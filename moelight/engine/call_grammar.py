@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from moelight.core.request import ToolRequest
 from moelight.engine.grammars import JSON_WHITESPACE
-from moelight.engine.json_schema import Schema
+from moelight.engine.json_schema import Schema, escaped
 from moelight.engine.tool_schemas import ArgumentFields, enumerated
 
 Literal: TypeAlias = Callable[[str], str]  # a text as terms of a grammar, its special tokens by id
@@ -159,7 +159,7 @@ def sequence(terms: Sequence[tuple[str, bool]], between: str) -> str:
 
 def pointer(field: str, within: str = "#") -> str:
     """The pointer of the schema of ``field``."""
-    return f"{within}/properties/" + field.replace("~", "~0").replace("/", "~1")
+    return f"{within}/properties/{escaped(field)}"
 
 
 def plain_text(value: object) -> str:

@@ -164,7 +164,7 @@ class SchemaDocument:
         for keyword, value in node.items():
             self._check(keyword, value, pointer)
         for keyword, key, child in children(node):
-            path = f"{pointer}/{keyword}" + ("" if key is None else f"/{_escaped(key)}")
+            path = f"{pointer}/{keyword}" + ("" if key is None else f"/{escaped(key)}")
             if isinstance(child, dict) and id(child) not in self._locations:
                 self._index(child, path, base, depth + 1)
 
@@ -304,5 +304,6 @@ def _misspelt(keyword: str) -> str | None:
     return near[0] if near else None
 
 
-def _escaped(key: str | int) -> str:
+def escaped(key: str | int) -> str:
+    """``key`` as a part of a JSON pointer."""
     return str(key).replace("~", "~0").replace("/", "~1")

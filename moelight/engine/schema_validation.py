@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import jsonschema_rs
 
-from moelight.engine.json_schema import SchemaDocument, SchemaError
+from moelight.engine.json_schema import SchemaDocument, SchemaError, escaped
 
 _CACHED = 64  # validators
 _MAX_MESSAGE = 200  # characters
@@ -71,7 +71,7 @@ def _refuse(name: str) -> None:
 
 
 def _pointer(path: list[str | int], root: str = "") -> str:
-    return root + "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+    return root + "".join(f"/{escaped(part)}" for part in path)
 
 
 def _short(message: str) -> str:
