@@ -96,6 +96,14 @@ def test_a_named_model_that_is_native() -> None:
     assert (found["how"], found["experts_per_layer"], found["self_test"]) == ("native", 8, None)
 
 
+def test_a_named_model_that_transformers_does_not_have_is_refused_in_one_short_line() -> None:
+    done = run("models", "deepseek-moe-16b")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"deepseek-moe-16b: transformers {transformers.__version__} has no family 'deepseek'" in line
+    assert len(line) < 200
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "says"),
     [

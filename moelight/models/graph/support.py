@@ -95,12 +95,18 @@ def find_config(model: str) -> PretrainedConfig:
     rows = {family.name: family for family in Table.read().families}
     types = {kind: family for family in rows.values() for kind in family.types}
     row, named = rows.get(model) or types.get(model), profile_names("model")
+    values = model_config(model) if row is None and model in named else None
+    if values is not None and values["model_type"] not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"{model}: transformers {transformers.__version__} has no family {values['model_type']!r}; plans are made "
+            "for it, and it does not run"
+        )
     try:
         if row is not None:
             kind = row.model_type if model == row.name else model
             return transformers.AutoConfig.for_model(kind, **(row.switches if kind == row.model_type else {}))
-        if model in named:
-            return transformers.AutoConfig.for_model(**model_config(model))
+        if values is not None:
+            return transformers.AutoConfig.for_model(**values)
         if model in transformers.CONFIG_MAPPING:
             return transformers.AutoConfig.for_model(model)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
