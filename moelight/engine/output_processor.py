@@ -47,7 +47,7 @@ from moelight.engine.sampling import (
 )
 from moelight.engine.tokenizer import Tokenizer
 
-Kept: TypeAlias = MutableSequence[tuple[Scores, int]]  # scores of several rows, and the row of this sequence
+ScoreRows: TypeAlias = MutableSequence[tuple[Scores, int]]  # scores of several rows, and the row of this sequence
 # Gets the request's index and the position of each scored prompt token, and its logits [R, V], in a lane's thread.
 ScoreWatch: TypeAlias = Callable[[Sequence[tuple[int, int]], Tensor], None]
 UNCHANGED = Change()
@@ -548,9 +548,9 @@ class _Answer:
     calls: tuple[ToolCall, ...] = ()
 
 
-def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, Kept]]) -> None:
+def _score(logits: Tensor, tokens: Tensor, wanted: Sequence[tuple[int, int, ScoreRows]]) -> None:
     """``wanted``: (row, number of likeliest tokens, list that receives the scores)."""
-    by_top: defaultdict[int, list[tuple[int, Kept]]] = defaultdict(list)
+    by_top: defaultdict[int, list[tuple[int, ScoreRows]]] = defaultdict(list)
     for row, top, chosen in wanted:
         by_top[top].append((row, chosen))
     for top, rows in by_top.items():

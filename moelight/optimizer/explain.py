@@ -17,7 +17,7 @@ from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Unit, slowed_unit
 from moelight.optimizer.allowed import AUTO, KV8, WEIGHTS, allowed_caches, allowed_weights
 from moelight.optimizer.candidates import around, first_sample, scattered
-from moelight.optimizer.placement import Found, FreeMemory, fill, free_memory
+from moelight.optimizer.placement import FreeMemory, Solution, fill, free_memory
 from moelight.optimizer.plan import Plan, WhatIf
 from moelight.optimizer.problem import Candidates, Problem, variants
 from moelight.optimizer.search import feasible, keep_best
@@ -57,7 +57,7 @@ def activations_text(policy: Policy, model: ModelProfile) -> str:
     return "" if policy.activations == "auto" else f"{policy.activations} activations{beside}"
 
 
-def what_if(problem: Problem, result: Found) -> tuple[WhatIf, ...]:
+def what_if(problem: Problem, result: Solution) -> tuple[WhatIf, ...]:
     """The gain of doubling each part of the machine, and of experts and of keys and values in fewer bits, best first,
     without gains below 1 %. Devices and schedule are kept and only sizes near the chosen ones are tried, so that
     planning anew can only gain more."""
@@ -74,7 +74,7 @@ def worth_saying(gains: Mapping[str, float]) -> tuple[WhatIf, ...]:
     return tuple(sorted(worthwhile, key=lambda change: -change.gain))
 
 
-def _fewer_bits(problem: Problem, result: Found) -> dict[str, dict[str, str]]:
+def _fewer_bits(problem: Problem, result: Solution) -> dict[str, dict[str, str]]:
     """Number formats that the plan does not use and that take fewer bytes, as keys of a policy, in words."""
     policy, model, better = result.candidate, problem.model, dict[str, dict[str, str]]()
     if policy.weight_dtype == AUTO and len(allowed_weights(WEIGHTS, model)) > 1:
@@ -84,7 +84,7 @@ def _fewer_bits(problem: Problem, result: Found) -> dict[str, dict[str, str]]:
     return {label: formats for label, formats in better.items() if problem.fixed.keys().isdisjoint(formats)}
 
 
-def _seconds(problem: Problem, result: Found, **formats: Any) -> float:
+def _seconds(problem: Problem, result: Solution, **formats: Any) -> float:
     """Seconds of the job at the best sizes near those of ``result``, with its devices, schedule and number formats, or
     with other ``formats``."""
     candidate = replace(result.candidate, **formats)

@@ -16,7 +16,7 @@ import numpy as np
 from moelight.hrm.estimate import cost_of, job_s, kinds_of
 from moelight.hrm.pass_cost import PlacementCounts, ring_of
 from moelight.hrm.schedule_time import SCHEDULE_TERMS
-from moelight.optimizer.placement import Found, FreeMemory, free_memory
+from moelight.optimizer.placement import FreeMemory, Solution, free_memory
 from moelight.optimizer.problem import Candidates, Problem
 
 _TOLERANCE = 2e-6  # of a slot: by how much the solver may exceed a limit
@@ -62,7 +62,7 @@ class _IntegerProgram:
         return list(self._solver.getSolution().col_value)
 
 
-def solve(problem: Problem, candidate: Candidates) -> Found | None:
+def solve(problem: Problem, candidate: Candidates) -> Solution | None:
     """The best placement of one candidate (numbers, no arrays); None if none fits."""
     free, terms = free_memory(problem, candidate), _terms(problem, candidate)
     integer_program = _IntegerProgram(len(terms), {"device_blocks": int(free.kv_blocks), "reads": 1})
@@ -82,7 +82,7 @@ def solve(problem: Problem, candidate: Candidates) -> Found | None:
     pages = {name: rounded[name] for name in _AFFINE_IN[:3]}
     placed = PlacementCounts(**pages, device_kv=rounded["device_blocks"] / blocks)
     seconds = float(job_s(candidate.cost_model, problem.workload, candidate, placed))
-    return Found(candidate=candidate, placed=placed, seconds=seconds)
+    return Solution(candidate=candidate, placed=placed, seconds=seconds)
 
 
 def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:

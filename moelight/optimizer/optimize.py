@@ -21,7 +21,7 @@ from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer.bound import least_seconds
 from moelight.optimizer.explain import explain_policy, infeasible_error, what_if
 from moelight.optimizer.fixed_values import check_extent, check_fixes
-from moelight.optimizer.placement import Found
+from moelight.optimizer.placement import Solution
 from moelight.optimizer.plan import Plan, TierUse, key_of, store_plan, stored_plan
 from moelight.optimizer.problem import COUNTS, Fixed, Problem
 from moelight.optimizer.runnable import why_not
@@ -134,7 +134,7 @@ def _check_cache(problem: Problem) -> None:
         )
 
 
-def policy_of(problem: Problem, result: Found) -> Policy:
+def policy_of(problem: Problem, result: Solution) -> Policy:
     """Convert the candidate to a policy whose shares give every page the tier that the search chose."""
     candidate, placed, total = result.candidate, result.placed, problem.pages
     disk, device = placed.from_disk / total, (total - placed.offloaded) / total

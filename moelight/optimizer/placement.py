@@ -40,7 +40,7 @@ class FreeMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class Solution:
     """One candidate, placed, and the seconds of the job."""
 
     candidate: Candidates

@@ -23,7 +23,7 @@ from moelight.hrm.pass_cost import PlacementCounts
 from moelight.optimizer.bound import undecided
 from moelight.optimizer.candidates import WHOLE_UP_TO, around, as_of, cache_is_open, first_sample, scattered
 from moelight.optimizer.milp import solve
-from moelight.optimizer.placement import Found, buffers_longest, fill
+from moelight.optimizer.placement import Solution, buffers_longest, fill
 from moelight.optimizer.problem import Candidates, Problem, joined, variants
 
 # Random rounds: the widest step (a power of ten of a factor), the number of candidates, and the time of a variant over
@@ -67,7 +67,7 @@ class Beam:
         return self.candidates.at(slice(count))
 
 
-def search(problem: Problem) -> Found | None:
+def search(problem: Problem) -> Solution | None:
     """The fastest policy, or None if nothing fits."""
     if problem.sequences[0] > problem.sequences[1]:
         return None
@@ -230,9 +230,9 @@ def _restarted(problem: Problem, beam: Beam) -> Beam:
     return beam
 
 
-def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
+def _select_best(problem: Problem, beam: list[Beam]) -> Solution | None:
     """The best of ``beam`` (sorted by closed-form time) once the integer programme has placed every page."""
-    best: Found | None = None
+    best: Solution | None = None
     for result in beam[:MOST_SOLVED]:
         if best is not None and result.least > best.seconds * WORTH_SOLVING:
             break
@@ -243,7 +243,7 @@ def _select_best(problem: Problem, beam: list[Beam]) -> Found | None:
     return best
 
 
-def _solved(problem: Problem, candidate: Candidates) -> Found | None:
+def _solved(problem: Problem, candidate: Candidates) -> Solution | None:
     """The integer programme's placement; of equals, the one that leaves no memory empty."""
     solution = solve(problem, candidate) if buffers_longest(problem, candidate) else None
     if solution is None:
@@ -256,7 +256,7 @@ def _solved(problem: Problem, candidate: Candidates) -> Found | None:
     return solution
 
 
-def _certified(problem: Problem, best: Found) -> Found:
+def _certified(problem: Problem, best: Solution) -> Solution:
     """The optimum, if the bounds leave few enough candidates to solve them all; otherwise the best one solved."""
     for candidate in undecided(problem, best.seconds, most_boxes=MOST_BOXES)[:MOST_UNDECIDED]:
         solution = _solved(problem, candidate)
@@ -265,7 +265,7 @@ def _certified(problem: Problem, best: Found) -> Found:
     return best
 
 
-def _with_fewer_tokens(problem: Problem, best: Found) -> Found:
+def _with_fewer_tokens(problem: Problem, best: Solution) -> Solution:
     """``best`` with the fewest prompt tokens per pass and per micro-batch that are as good (`AS_GOOD`)."""
     candidate, placed = best.candidate, best.placed
     tokens, prompt_batches = int(candidate.micro_batch_tokens), int(candidate.prompt_micro_batches)
@@ -292,11 +292,11 @@ def _powers(low: int, high: int) -> list[int]:
     return [1 << power for power in range(high.bit_length()) if low <= 1 << power < high]
 
 
-def _filled(problem: Problem, candidate: Candidates) -> Found | None:
+def _filled(problem: Problem, candidate: Candidates) -> Solution | None:
     """The placement of one candidate in closed form; None if the candidate does not fit."""
     placed, feasible = fill(problem, candidate)
     if not feasible:
         return None
     placed = placed.map(float)
     seconds = float(job_s(candidate.cost_model, problem.workload, candidate, placed))
-    return Found(candidate=candidate, placed=placed, seconds=seconds)
+    return Solution(candidate=candidate, placed=placed, seconds=seconds)

@@ -48,7 +48,7 @@ from moelight.profiles.model import AttentionSpec
 from moelight.runtime.microbatch import MicroBatch, require
 
 Act = Callable[[Task, MicroBatch], None]
-Given = tuple[Tensor, Tensor, Tensor]
+QKV = tuple[Tensor, Tensor, Tensor]
 MOST_COPIES = 16  # of a context; more are one kernel's, where it reads host memory
 
 
@@ -69,7 +69,7 @@ class _Layers:
             tensor = self._landed[layer, device] = self._sinks[layer].to(device, torch.float32)
         return tensor
 
-    def as_cached(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Given:
+    def as_cached(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         """Return the tensors that the cache stores; those that it does not store have no rows."""
         return q[:0], k if self.specs[layer].latent is None else k[:0], v
 
@@ -80,7 +80,7 @@ class _Layers:
             served = self._taken[layer] = layer_form == form and q.shape[2] <= gpu_attention.MOST_HEAD_DIM
         return served
 
-    def qkv(self, layer: int, mb: MicroBatch) -> Given | None:
+    def qkv(self, layer: int, mb: MicroBatch) -> QKV | None:
         """Queries, keys and values of ``layer`` as kernels take them; None without attention."""
         spec = self.specs[layer]
         if not spec.num_heads:

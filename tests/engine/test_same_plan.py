@@ -15,7 +15,7 @@ from moelight.engine.planning import plan_for, resolve
 from moelight.optimizer import optimize as planner
 from moelight.optimizer.api import optimize
 from moelight.optimizer.problem import Problem
-from moelight.optimizer.search import Found
+from moelight.optimizer.search import Solution
 from moelight.profiles.files import profile_names
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model import not_computed
@@ -35,9 +35,9 @@ PAIRS = [
 def test_the_engine_plans_what_optimize_recommends(machine: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one GPU, which is what the engine uses of several; and with the same memory. Whoever asks again what was asked
     before gets the answer of before, and the bound, which the engine does not want, is not looked for."""
-    asked: list[tuple[Problem, Found | None]] = []
+    asked: list[tuple[Problem, Solution | None]] = []
 
-    def search(problem: Problem) -> Found | None:
+    def search(problem: Problem) -> Solution | None:
         for other, found in asked:
             if other == problem:
                 return found
