@@ -91,18 +91,18 @@ def main() -> None:
     for name, ratio in ratios.items():
         print(f"  {ratio:5.2f}  {name}")
     print("Idle seconds of the binding lane in one decode step")
-    for each in idle:
-        left, whole = each.s1.idle_s(each.lane), each.s2.idle_s(each.lane)
-        print(f"  {each.policy:38} {each.lane:7} S2 {whole:5.2f}  S1 {left:5.2f}  removed {each.removed:4.0%}")
-    found = rows()
-    print(markdown(found) if args.markdown else table(found))
-    agreement = agreement_figures(found)
+    for item in idle:
+        left, full = item.s1.idle_s(item.lane), item.s2.idle_s(item.lane)
+        print(f"  {item.policy:38} {item.lane:7} S2 {full:5.2f}  S1 {left:5.2f}  removed {item.removed:4.0%}")
+    result = rows()
+    print(markdown(result) if args.markdown else table(result))
+    agreement = agreement_figures(result)
     print("Rank correlation (Spearman), median and worst error")
     for name, (rho, middle, worst) in agreement.items():
         print(f"  {rho:6.3f} {middle:5.0%} {worst:5.0%}  {name}")
     if args.plot:
         draw(args.plot)
-    print(json.dumps(as_json(orders, ratios, idle, found, agreement)))
+    print(json.dumps(as_json(orders, ratios, idle, result, agreement)))
 
 
 def order_figures() -> dict[str, tuple[float, float]]:
@@ -135,21 +135,21 @@ def idle_figures() -> list[Idle]:
         ),
     }
     policies |= {f"{name.rsplit(', ', 1)[0]}, 16 GiB/s": replace(run, link=16 * GiB) for name, run in policies.items()}
-    found = []
+    result = []
     for name, run in policies.items():
         first, second = step(run), step(replace(run, schedule="fastdecode"))
-        found.append(Idle(policy=name, lane=first.binding, s1=first, s2=second))
-    return found
+        result.append(Idle(policy=name, lane=first.binding, s1=first, s2=second))
+    return result
 
 
-def agreement_figures(found: Sequence[Row]) -> dict[str, tuple[float, float, float]]:
+def agreement_figures(result: Sequence[Row]) -> dict[str, tuple[float, float, float]]:
     """Spearman's rho, median and worst error: of all rows, of each system's, of each machine's; and of all rows had
     every link the 16 GiB/s that the paper's optimizer assumed."""
-    groups = {"all forty rows, measured links": list(found)}
+    groups = {"all forty rows, measured links": list(result)}
     groups |= {
-        system: [row for row in found if row.system == system] for system in dict.fromkeys(r.system for r in found)
+        system: [row for row in result if row.system == system] for system in dict.fromkeys(r.system for r in result)
     }
-    groups |= {where.name: [row for row in found if row.setting == key] for key, where in SETTINGS.items()}
+    groups |= {where.name: [row for row in result if row.setting == key] for key, where in SETTINGS.items()}
     groups["all forty rows, 16 GiB/s for everybody"] = rows(link=16 * GiB)
     figures = {}
     for name, group in groups.items():
@@ -158,22 +158,22 @@ def agreement_figures(found: Sequence[Row]) -> dict[str, tuple[float, float, flo
     return figures
 
 
-def table(found: Sequence[Row]) -> str:
+def table(result: Sequence[Row]) -> str:
     """The forty rows for people."""
     lines = ["Published and predicted tokens/s, Mixtral 8x7B, MTBench"]
-    for row in found:
-        what = f"  {row.setting} {row.system:18}{row.gen_len:4}{row.published:8.1f}{row.predicted:8.1f}"
-        lines.append(f"{what}{row.error:+7.0%}  prompts {row.prompts_share:4.0%}")
+    for row in result:
+        label = f"  {row.setting} {row.system:18}{row.gen_len:4}{row.published:8.1f}{row.predicted:8.1f}"
+        lines.append(f"{label}{row.error:+7.0%}  prompts {row.prompts_share:4.0%}")
     return "\n".join(lines)
 
 
-def markdown(found: Sequence[Row]) -> str:
+def markdown(result: Sequence[Row]) -> str:
     """The forty rows as a table of published → predicted (error)."""
     lines = ["| machine | system | " + " | ".join(f"n = {n}" for n in GENERATED) + " |"]
     lines.append("|---|---|" + "--:|" * len(GENERATED))
-    for setting, system in dict.fromkeys((row.setting, row.system) for row in found):
-        mine = [row for row in found if (row.setting, row.system) == (setting, system)]
-        cells = [f"{row.published:.1f} → {row.predicted:.1f} ({row.error:+.0%})".replace("-", "−") for row in mine]
+    for setting, system in dict.fromkeys((row.setting, row.system) for row in result):
+        selected = [row for row in result if (row.setting, row.system) == (setting, system)]
+        cells = [f"{row.published:.1f} → {row.predicted:.1f} ({row.error:+.0%})".replace("-", "−") for row in selected]
         lines.append(f"| {SETTINGS[setting].name} | {system} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -200,7 +200,7 @@ def as_json(
     orders: dict[str, tuple[float, float]],
     ratios: dict[str, float],
     idle: Sequence[Idle],
-    found: Sequence[Row],
+    result: Sequence[Row],
     agreement: dict[str, tuple[float, float, float]],
 ) -> dict[str, Any]:
     """What the last line says."""
@@ -208,7 +208,7 @@ def as_json(
         "benchmark": "ablation",
         "orders_tokens_per_s": {name: rate for name, (rate, _) in orders.items()},
         "s1_over_s4": {"measured": MEASURED["S1"] / MEASURED["S4"], **ratios},
-        "idle_removed": {each.policy: each.removed for each in idle},
+        "idle_removed": {item.policy: item.removed for item in idle},
         "rows": [
             {
                 "machine": row.setting,
@@ -217,7 +217,7 @@ def as_json(
                 "published": row.published,
                 "predicted": row.predicted,
             }
-            for row in found
+            for row in result
         ],
         "rank_correlation": {name: rho for name, (rho, _, _) in agreement.items()},
         "median_error": {name: middle for name, (_, middle, _) in agreement.items()},

@@ -68,8 +68,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         commands = _commands(Path(scratch))
         for file, weight_bytes in FILES.items():
-            found = loops(_assembly(commands[file], Path(scratch)))
-            rows += [{"file": file, **_figures(loop, weight_bytes, args)} for loop in found]
+            result = loops(_assembly(commands[file], Path(scratch)))
+            rows += [{"file": file, **_figures(loop, weight_bytes, args)} for loop in result]
     print(f"{'loop':<60}" + "".join(f"{name:>10}" for name in COLUMNS))
     for row in rows:
         name = f"{row['file']} {row['function']}"[:60]
@@ -88,16 +88,16 @@ def _arguments() -> argparse.Namespace:
 def _commands(scratch: Path) -> dict[str, list[str]]:
     """How CMake compiles each file, by its path in csrc."""
     configure = ["cmake", "-S", ROOT / "csrc", "-B", scratch, "-DCMAKE_BUILD_TYPE=Release"]
-    found = (f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
-    subprocess.run([*configure, *found], check=True, stdout=subprocess.DEVNULL)
+    result = (f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
+    subprocess.run([*configure, *result], check=True, stdout=subprocess.DEVNULL)
     entries = json.loads((scratch / "compile_commands.json").read_text(encoding="utf-8"))
-    return {each["file"].removeprefix(f"{ROOT}/csrc/"): shlex.split(each["command"]) for each in entries}
+    return {entry["file"].removeprefix(f"{ROOT}/csrc/"): shlex.split(entry["command"]) for entry in entries}
 
 
 def _assembly(command: list[str], scratch: Path) -> list[str]:
     out = scratch / "loops.s"
-    place = command.index("-o")
-    compiled = [*command[:place], *command[place + 2 :]]
+    position = command.index("-o")
+    compiled = [*command[:position], *command[position + 2 :]]
     compiled[compiled.index("-c")] = "-S"
     subprocess.run([*compiled, "-o", out], check=True, cwd=scratch)
     return out.read_text(encoding="utf-8").splitlines()
@@ -132,20 +132,20 @@ def _function(assembly: list[str], at: int) -> str:
 
 
 def _instructions(assembly: list[str], begin: int, end: int, counted: list[tuple[int, int]]) -> list[str]:
-    found: list[str] = []
+    result: list[str] = []
     at = begin
     while at <= end:
         inner = next((span for span in counted if span[0] == at and span[1] <= end), None)
         if inner is not None:
             times = max(
-                (int(count[1]) for line in found[-4:] if (count := re.match(r"movl\t\$(\d+)", line))), default=1
+                (int(count[1]) for line in result[-4:] if (count := re.match(r"movl\t\$(\d+)", line))), default=1
             )
-            found += _plain(assembly[inner[0] : inner[1] + 1]) * times
+            result += _plain(assembly[inner[0] : inner[1] + 1]) * times
             at = inner[1] + 1
             continue
-        found += _plain(assembly[at : at + 1])
+        result += _plain(assembly[at : at + 1])
         at += 1
-    return found
+    return result
 
 
 def _plain(lines: list[str]) -> list[str]:
@@ -180,8 +180,8 @@ def _rest_cycles(loop: Loop, llvm_mca: str) -> float:
     """Of everything that is neither a tile's nor a jump."""
     text = "\n".join(line for line in loop.lines if not re.match(r"tile|tdp|j", line)) + "\n"
     command = [llvm_mca, "-mcpu=sapphirerapids", "-instruction-info=0", "-resource-pressure=0"]
-    said = subprocess.run(command, input=text, check=True, text=True, capture_output=True).stdout
-    return float(re.findall(r"Block RThroughput:\s+([\d.]+)", said)[0])
+    message = subprocess.run(command, input=text, check=True, text=True, capture_output=True).stdout
+    return float(re.findall(r"Block RThroughput:\s+([\d.]+)", message)[0])
 
 
 if __name__ == "__main__":

@@ -145,16 +145,16 @@ class Contestant:
         if most_s is not None:
             alarm.start()
         try:
-            found = self._line()
+            result = self._line()
         except EndedError:
             if most_s is None or time.perf_counter() - began < most_s:
                 raise
             raise EndedError(f"no end within {most_s:g} s", "") from None
         finally:
             alarm.cancel()
-        self.samples.turns.setdefault(batch, []).append(found)
-        self.samples.peak_rss_bytes = max(self._peak_rss_bytes(), found.get("peak_rss_bytes", 0))
-        return found
+        self.samples.turns.setdefault(batch, []).append(result)
+        self.samples.peak_rss_bytes = max(self._peak_rss_bytes(), result.get("peak_rss_bytes", 0))
+        return result
 
     def close(self) -> None:
         """Its input ends, and so does it."""
@@ -164,8 +164,8 @@ class Contestant:
     def _peak_rss_bytes(self) -> int:
         """The high-water marks of its process and their children, added up; 0 where there is no /proc."""
         total = 0
-        mine = psutil.Process(self._process.pid)
-        for process in (mine, *mine.children(recursive=True)):
+        selected = psutil.Process(self._process.pid)
+        for process in (selected, *selected.children(recursive=True)):
             status = Path(f"/proc/{process.pid}/status")
             lines = status.read_text().splitlines() if status.exists() else []
             total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
@@ -236,20 +236,20 @@ def take_turns(alive: list[Contestant], work: Work, rounds: int) -> None:
                 print(f"round {number + 1}: batch {batch}: {one.name}: {rate:.1f} tok/s", file=sys.stderr)
 
 
-def figures(each: Samples, ours: Samples, batch: int, tokens: int) -> dict[str, Any]:
+def figures(item: Samples, ours: Samples, batch: int, tokens: int) -> dict[str, Any]:
     """Medians over rounds for one batch size, ratios to ``ours`` within a round; equal tokens in the last round."""
-    turns, mine = each.turns[batch], ours.turns[batch]
-    pairs = list(zip(turns[-1]["ids"], mine[-1]["ids"], strict=True)) if turns[-1]["ids"] else None
-    ratios = [theirs["seconds"] / own["seconds"] for theirs, own in zip(turns, mine, strict=True)]
+    turns, selected = item.turns[batch], ours.turns[batch]
+    pairs = list(zip(turns[-1]["ids"], selected[-1]["ids"], strict=True)) if turns[-1]["ids"] else None
+    ratios = [theirs["seconds"] / original["seconds"] for theirs, original in zip(turns, selected, strict=True)]
     return {
         "tokens_per_s": tokens / statistics.median(turn["seconds"] for turn in turns),
         "moelight_ratio": statistics.median(ratios),
         "ratios": ratios,
         "busy_cores": statistics.median(turn["cores"] for turn in turns),
-        "load_s": each.load_s,
-        "peak_rss_bytes": each.peak_rss_bytes,
-        "first_tokens_equal": None if pairs is None else sum(theirs[0] == own[0] for theirs, own in pairs),
-        "prompts_equal": None if pairs is None else sum(theirs == own for theirs, own in pairs),
+        "load_s": item.load_s,
+        "peak_rss_bytes": item.peak_rss_bytes,
+        "first_tokens_equal": None if pairs is None else sum(theirs[0] == pair[0] for theirs, pair in pairs),
+        "prompts_equal": None if pairs is None else sum(theirs == pair for theirs, pair in pairs),
     }
 
 

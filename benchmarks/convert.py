@@ -40,7 +40,7 @@ def main() -> None:
     rows = []
     for kind in args.experts:
         rounds = [measured(args.model, files, kind, args.directory) for _ in range(args.rounds)]
-        row = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        row = {key: statistics.median(item[key] for item in rounds) for key in rounds[0]}
         row["bytes"] = size
         rates = f"{size / row['read_s'] / 1e9:>10.2f}{row['written'] / row['write_s'] / 1e9:>11.2f}"
         speed = f"{size / row['convert_s'] / 1e9:>13.2f}{row['cpu_s'] / size * 1e9:>9.2f}"
@@ -51,14 +51,14 @@ def main() -> None:
 
 def measured(model: str, files: list[Path], kind: str, directory: Path | None) -> dict[str, Any]:
     """A round: the conversion, then plain reads and writes of the same numbers of bytes."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".moelight-") as place:
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".moelight-") as position:
         drop(files)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found = pool.apply(converted, (model, Path(place) / "out", kind))
-        found["read_s"] = timed_read(files)
-        found["write_s"] = timed_write(Path(place) / "plain", found["written"])
-    found["share"] = max(found["read_s"], found["write_s"]) / found["convert_s"]
-    return found
+            result = pool.apply(converted, (model, Path(position) / "out", kind))
+        result["read_s"] = timed_read(files)
+        result["write_s"] = timed_write(Path(position) / "plain", result["written"])
+    result["share"] = max(result["read_s"], result["write_s"]) / result["convert_s"]
+    return result
 
 
 def converted(model: str, out: Path, kind: str) -> dict[str, Any]:

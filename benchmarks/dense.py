@@ -77,8 +77,8 @@ def make(name: str, directory: Path) -> Path:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     tensors = [
-        RandomTensor(name=name, shape=tuple(each.shape), std=None if each.ndim == 1 else 0.02)
-        for name, each in module.state_dict().items()
+        RandomTensor(name=name, shape=tuple(item.shape), std=None if item.ndim == 1 else 0.02)
+        for name, item in module.state_dict().items()
     ]
     module.config.save_pretrained(out)
     write_tokenizer(out, config.vocab_size)
@@ -93,13 +93,13 @@ def run(name: str, args: argparse.Namespace, scratch: Path, temporary: Path) -> 
     draw = random.Random(0)
     texts = ["".join(draw.choice("abcdefgh ") for _ in range(args.prompt_len)) for _ in range(args.prompts)]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-    found = limited_job(
+    result = limited_job(
         model, prompts, temporary, memory=parse_bytes(memory), planned=planned, new_tokens=args.new_tokens
     )
     return {
         "shape": name,
         "bytes": sum(path.stat().st_size for path in model.glob("*.safetensors")),
-        **found,
+        **result,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
         "plain_bytes_per_s": plain_rate(model),
     }

@@ -44,7 +44,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
         models = args.models or [make_shape(name, Path(scratch)) for name in MODELS]
-        found = []
+        result = []
         for model in models:
             work = random_work(
                 model,
@@ -53,9 +53,9 @@ def main() -> None:
                 args.batches,
                 args.threads,
             )
-            found.append(compare(work, args.groups, places_of(args), args.rounds, Path(scratch)))
-            print_table(found[-1])
-    print(json.dumps({"benchmark": "e2e", "cpu": processor_name(), "models": found}))
+            result.append(compare(work, args.groups, places_of(args), args.rounds, Path(scratch)))
+            print_table(result[-1])
+    print(json.dumps({"benchmark": "e2e", "cpu": processor_name(), "models": result}))
 
 
 def _arguments() -> argparse.Namespace:
@@ -76,7 +76,7 @@ def compare(work: Work, groups: Sequence[Sequence[str]], places: Places, rounds:
     rows: dict[int, dict[str, Any]] = {batch: {} for batch in work.batches}
     shares: dict[int, list[dict[str, Any]]] = {batch: [] for batch in work.batches}
     roofs = Roofs(ROOF_GIB, work.threads)
-    absent = {name: why for name in chain(*groups) if (why := places.lacks(name, work.model)) is not None}
+    absent = {name: reason for name in chain(*groups) if (reason := places.lacks(name, work.model)) is not None}
     present = [[name for name in group if name not in absent] for group in groups]
     for names in [group for group in present if group] or [[]]:
         with all_of((OURS, *names), places, work, scratch) as alive:
@@ -92,8 +92,8 @@ def compare(work: Work, groups: Sequence[Sequence[str]], places: Places, rounds:
                 for one in alive[1:]:
                     rows[batch][one.name] = figures(one.samples, ours, batch, work.tokens(batch))
                 rows[batch].setdefault(OURS, figures(ours, ours, batch, work.tokens(batch)))
-    for name, why in absent.items():
-        print(f"{name}: absent: {why}", file=sys.stderr)
+    for name, reason in absent.items():
+        print(f"{name}: absent: {reason}", file=sys.stderr)
     return _result(work, rounds, rows, shares, roofs) | {"absent": absent}
 
 
@@ -150,11 +150,11 @@ def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = 
     dtype = dtype_named(model.dtype)
     flops = flops_per_token(model)
     touched = 1 - (1 - model.router.top_k / model.experts.num_experts) ** alive
-    each = costs.page_bytes(model, dtype)
-    layers = model.stored.pages if model.stored else [each * sparse for sparse in model.moe_layers]
+    item = costs.page_bytes(model, dtype)
+    layers = model.stored.pages if model.stored else [item * sparse for sparse in model.moe_layers]
     experts = model.experts.num_experts * sum(layers)
-    kept = costs.keeps_stored(model, dtype, discrete=False)
-    weights = costs.dense_bytes(model, dtype, as_stored=kept) + touched * experts
+    retained = costs.keeps_stored(model, dtype, discrete=False)
+    weights = costs.dense_bytes(model, dtype, as_stored=retained) + touched * experts
     prompt_tokens = sum(map(len, work.prompts[:batch]))
     decode_s = max(alive * flops / roof["bf16_flops"], weights / roof["read_bytes_per_s"])
     passes = (work.tokens(batch) - batch) / alive
@@ -164,20 +164,22 @@ def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = 
 def print_table(result: dict[str, Any]) -> None:
     """One block for every batch size, and the roofs."""
     roof = result["roof"]
-    for found in result["batches"]:
-        batch = found["batch"]
+    for outcome in result["batches"]:
+        batch = outcome["batch"]
         heading = f"{result['model'] + ', batch ' + str(batch):26}{'tok/s':>9}{'ours is':>10}{'cores':>7}{'load s':>9}"
         print(f"{heading}{'peak GiB':>10}{'first token':>13}{'all tokens':>12}")
-        for name, row in found["contestants"].items():
+        for name, row in outcome["contestants"].items():
             equal = "" if row["prompts_equal"] is None else f"{row['prompts_equal']}/{batch}"
             first = "" if row["first_tokens_equal"] is None else f"{row['first_tokens_equal']}/{batch}"
             print(
                 f"{name:26}{row['tokens_per_s']:>9.1f}{row['moelight_ratio']:>8.2f} x{row['busy_cores']:>7.2f}"
                 f"{row['load_s']:>9.1f}{row['peak_rss_bytes'] / 2**30:>10.2f}{first:>13}{equal:>12}"
             )
-        for name, ratio in found["forms_to_best_peer"].items():
+        for name, ratio in outcome["forms_to_best_peer"].items():
             print(f"{name} is {ratio:.2f} x the best of the others")
-        print(f"{'share of the roof':26}{found['roof_share']:>9.0%}; Python's own share {found['python_share']:.1%}")
+        print(
+            f"{'share of the roof':26}{outcome['roof_share']:>9.0%}; Python's own share {outcome['python_share']:.1%}"
+        )
     print(f"roof: reads {roof['read_bytes_per_s'] / 1e9:.1f} GB/s, products {roof['bf16_flops'] / 1e9:.0f} Gflop/s")
 
 

@@ -41,9 +41,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         args.scratch = args.scratch or Path(made)
         args.scratch.mkdir(parents=True, exist_ok=True)
-        found: dict[str, Any] = {name: SECTIONS[name](args) for name in args.sections}
-    found = {"benchmark": "experts", "cpu": processor_name(), "threads": torch.get_num_threads(), **found}
-    print(json.dumps(found))
+        result: dict[str, Any] = {name: SECTIONS[name](args) for name in args.sections}
+    result = {"benchmark": "experts", "cpu": processor_name(), "threads": torch.get_num_threads(), **result}
+    print(json.dumps(result))
 
 
 def _arguments() -> argparse.Namespace:

@@ -39,8 +39,8 @@ class LlamaCpp:
                 [self.python, script, self.source / BINDING_VENDOR, model, out], check=True, stdout=sys.stderr
             )
             return out
-        whole, unfinished = self.gguf(model, WHOLE), out.with_name(out.name + ".unfinished")
-        subprocess.run([self.programs / "llama-quantize", whole, unfinished, kind], check=True, stdout=sys.stderr)
+        full, unfinished = self.gguf(model, WHOLE), out.with_name(out.name + ".unfinished")
+        subprocess.run([self.programs / "llama-quantize", full, unfinished, kind], check=True, stdout=sys.stderr)
         unfinished.rename(out)
         return out
 

@@ -48,8 +48,8 @@ def main() -> None:
     args = _arguments()
     llamacpp = llamacpp_of(args)
     with tempfile.TemporaryDirectory(dir=args.scratch) as temporary:
-        place = args.scratch or Path(temporary)
-        models = args.models or [*_trained(place), make_shape(RANDOM, place)]
+        position = args.scratch or Path(temporary)
+        models = args.models or [*_trained(position), make_shape(RANDOM, position)]
         files = [(model, kind) for model in models for kind in args.kinds]
         forms = [(dtype, activations) for dtype in args.dtypes for activations in args.activations]
         rows = [_compare(args, llamacpp, *file, *form, Path(temporary)) for file in files for form in forms]
@@ -71,17 +71,17 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _trained(place: Path) -> list[Path]:
+def _trained(position: Path) -> list[Path]:
     """The trained models with rows of whole blocks."""
     made = []
     for name, source in TRAINED.items():
-        made.append(place / f"{name}-blocks")
+        made.append(position / f"{name}-blocks")
         pad_to_blocks(source, made[-1])
     return made
 
 
 def _compare(
-    args: argparse.Namespace, llamacpp: LlamaCpp, model: Path, kind: str, dtype: str, activations: str, place: Path
+    args: argparse.Namespace, llamacpp: LlamaCpp, model: Path, kind: str, dtype: str, activations: str, position: Path
 ) -> dict[str, Any]:
     path = llamacpp.gguf(model, kind)
     prompts = _prompts(args, model)
@@ -97,8 +97,8 @@ def _compare(
         activations=activations,
     )
     with Engine(policy, device="cpu", prefix_caching=False) as engine:
-        ours = [list(each.token_ids) for each in engine.generate(prompts, how)]
-    theirs = _theirs(args, llamacpp, {"gguf": str(path), "prompts": prompts, "continuations": ours}, place)
+        ours = [list(item.token_ids) for item in engine.generate(prompts, how)]
+    theirs = _theirs(args, llamacpp, {"gguf": str(path), "prompts": prompts, "continuations": ours}, position)
     total = sum(map(len, ours))
     row = {
         "model": model.name,
@@ -121,11 +121,11 @@ def _compare(
 
 def _equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
     pairs = (pair for one, other in zip(ours, theirs, strict=True) for pair in zip(one, other, strict=True))
-    return sum(mine == other for mine, other in pairs)
+    return sum(selected == other for selected, other in pairs)
 
 
-def _theirs(args: argparse.Namespace, llamacpp: LlamaCpp, task: dict[str, Any], place: Path) -> dict[str, Any]:
-    told = place / "task.json"
+def _theirs(args: argparse.Namespace, llamacpp: LlamaCpp, task: dict[str, Any], position: Path) -> dict[str, Any]:
+    told = position / "task.json"
     told.write_text(json.dumps({**task, "threads": args.threads}), encoding="utf-8")
     script = Path(__file__).parent / "peers" / "llamacpp_tokens.py"
     command = [sys.executable, script, llamacpp.source, llamacpp.programs, told]
@@ -143,14 +143,14 @@ def _prompts(args: argparse.Namespace, model: Path) -> list[list[int]]:
         return random_work(model, [args.prompt_len] * count, [1] * count, [count], args.threads).prompts
     tokenizer, draw = Tokenizer.from_dir(source), random.Random(0)
     problems = [json.loads(line) for line in PROBLEMS.read_text(encoding="utf-8").splitlines()]
-    found = []
+    result = []
     for _ in range(args.prompts):
         ids: list[int] = tokenizer.encode(draw.choice(problems)["prompt"])
         while len(ids) < args.prompt_len:
             solved = draw.choice(problems)
             ids = [*tokenizer.encode(solved["prompt"] + solved["answer"] + "\n"), *ids]
-        found.append(ids[-args.prompt_len :])
-    return found
+        result.append(ids[-args.prompt_len :])
+    return result
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def measured(args: argparse.Namespace, directory: Path, name: str) -> dict[str, 
     with tempfile.TemporaryDirectory(prefix="moelight-gpu-", dir=args.scratch) as scratch:
         for part in args.parts:
             last = part == args.parts[-1]
-            found: dict[str, Any] = {"state": "running"}
-            report["parts"][part] = found
+            result: dict[str, Any] = {"state": "running"}
+            report["parts"][part] = result
             setting = Setting(
                 device=args.device,
                 small=args.device.startswith("twin"),
@@ -102,55 +102,55 @@ def measured(args: argparse.Namespace, directory: Path, name: str) -> dict[str, 
                 scratch=Path(scratch),
                 results=directory,
                 until=ends if last else min(ends, time.monotonic() + PARTS[part].seconds),
-                figures=found,
+                figures=result,
                 written=lambda: write(report, directory / name),
             )
             carry_out(part, setting)
-            print("\n".join([f"{part}: {_state(found)}", *(f"  {line}" for line in _lines(part, found))]), flush=True)
+            print("\n".join([f"{part}: {_state(result)}", *(f"  {line}" for line in _lines(part, result))]), flush=True)
     return report
 
 
 def carry_out(part: str, setting: Setting) -> None:
     """Run one part: how it ended is its ``state``, and ``why`` in one line."""
     began, figures = time.monotonic(), setting.figures
-    state, why = "done", ""
+    state, reason = "done", ""
     try:
         if setting.left_s < _LEAST_PART_S:
-            state, why = "not started", "the time was over"
+            state, reason = "not started", "the time was over"
         else:
             PARTS[part].run(setting)
     except NeedsCardError as error:
-        state, why = "left out", str(error)
+        state, reason = "left out", str(error)
     except TimeOverError as error:
-        state, why = "cut", str(error)
+        state, reason = "cut", str(error)
     except FailedError as error:
-        state, why = "failed", str(error)
+        state, reason = "failed", str(error)
     except Exception as error:  # noqa: BLE001 - no part's failure stops the others
-        state, why = "failed", " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        state, reason = "failed", " ".join(f"{type(error).__name__}: {error}".split())[:300]
         setting.log(f"{part}: {traceback.format_exc()}")
     unable = [row["unable"] for row in figures.get("rows", []) if "unable" in row]
     if state == "done" and unable:
-        state, why = "failed", unable[0]
-    setting.keep(state=state, why=why, seconds=round(time.monotonic() - began, 1))
+        state, reason = "failed", unable[0]
+    setting.keep(state=state, why=reason, seconds=round(time.monotonic() - began, 1))
 
 
 def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """One report: of every part, the last run that came to anything."""
     parts: dict[str, dict[str, Any]] = {}
     for report in reports:
-        for name, found in report["parts"].items():
-            if name not in parts or found["state"] not in ("not started", "left out"):
-                parts[name] = found
+        for name, result in report["parts"].items():
+            if name not in parts or result["state"] not in ("not started", "left out"):
+                parts[name] = result
     return {**reports[-1], "parts": {name: parts[name] for name in PARTS if name in parts}}
 
 
-def write(report: dict[str, Any], place: Path) -> None:
-    """``place``.json and ``place``.md, each whole at any moment."""
+def write(report: dict[str, Any], position: Path) -> None:
+    """``position``.json and ``position``.md, each whole at any moment."""
     report["goals"] = goals(report["parts"], fast=not report["device"].startswith("twin"))
     for suffix, text in ((".json", json.dumps(report, indent=1) + "\n"), (".md", summary(report))):
-        part = place.with_name(f".{place.name}{suffix}")
+        part = position.with_name(f".{position.name}{suffix}")
         part.write_text(text, encoding="utf-8")
-        part.replace(place.with_name(f"{place.name}{suffix}"))
+        part.replace(position.with_name(f"{position.name}{suffix}"))
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -159,32 +159,34 @@ def summary(report: dict[str, Any]) -> str:
     if report["goals"]:
         met = {True: "yes", False: "NO"}
         lines += ["| goal | found | met |", "|---|---|---|"]
-        lines += [f"| {each['goal']} | {each['found']} | {met[each['met']]} |" for each in report["goals"]]
-    for part, found in report["parts"].items():
-        lines += ["", f"## {part}: {_state(found)}", ""]
-        lines += [f"- {line}" if not line.startswith(" ") else f"  - {line.strip()}" for line in _lines(part, found)]
+        lines += [f"| {item['goal']} | {item['found']} | {met[item['met']]} |" for item in report["goals"]]
+    for part, result in report["parts"].items():
+        lines += ["", f"## {part}: {_state(result)}", ""]
+        lines += [f"- {line}" if not line.startswith(" ") else f"  - {line.strip()}" for line in _lines(part, result)]
     return "\n".join(lines) + "\n"
 
 
-def _state(found: dict[str, Any]) -> str:
-    why = f": {found['why']}" if found.get("why") else ""
-    return f"{found['state']}{why}" + (f", {found['seconds']:.0f} s" if "seconds" in found else "")
+def _state(result: dict[str, Any]) -> str:
+    reason = f": {result['why']}" if result.get("why") else ""
+    return f"{result['state']}{reason}" + (f", {result['seconds']:.0f} s" if "seconds" in result else "")
 
 
-def _lines(part: str, found: dict[str, Any]) -> list[str]:
+def _lines(part: str, result: dict[str, Any]) -> list[str]:
     """A part that broke off may lack what its lines are made of."""
-    if found["state"] in ("not started", "left out"):
+    if result["state"] in ("not started", "left out"):
         return []
     try:
-        return PARTS[part].lines(found)
+        return PARTS[part].lines(result)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         return [f"not all of it can be shown ({type(error).__name__}: {error})"]
 
 
 def _said(report: dict[str, Any]) -> dict[str, Any]:
     """The report in one line: states and goals."""
-    kept = ("state", "why", "seconds")
-    states = {name: {key: found[key] for key in kept if found.get(key)} for name, found in report["parts"].items()}
+    retained = ("state", "why", "seconds")
+    states = {
+        name: {key: result[key] for key in retained if result.get(key)} for name, result in report["parts"].items()
+    }
     return {**{key: report[key] for key in ("benchmark", "card", "date", "goals")}, "parts": states}
 
 

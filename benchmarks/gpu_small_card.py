@@ -166,7 +166,7 @@ class Card:
             return mtbench_requests(count, new, vocabulary)
         how, draw = SamplingParams(max_tokens=new, ignore_eos=True), Random(1)
         ids = [tuple(draw.randrange(3, vocabulary) for _ in range(length)) for _ in range(count)]
-        return [Request(index=index, token_ids=each, sampling=how) for index, each in enumerate(ids)]
+        return [Request(index=index, token_ids=item, sampling=how) for index, item in enumerate(ids)]
 
     def measure(self, name: str, cap: int) -> dict[str, Any]:
         """Everything of one contestant under one cap."""
@@ -221,8 +221,8 @@ class Card:
             pass
         last = timelines[-STEADY_PASSES - 1 : -1]  # the very last pass fetches for nobody
         seconds = last[-1].end_s - last[0].start_s
-        busy = {str(lane): sum(each.busy_s().get(lane, 0.0) for each in last) / seconds for lane in Lane}
-        moved = sum(span.task.bytes for each in last for span in each.spans if span.task.lane is Lane.H2D)
+        busy = {str(lane): sum(item.busy_s().get(lane, 0.0) for item in last) / seconds for lane in Lane}
+        moved = sum(span.task.bytes for item in last for span in item.spans if span.task.lane is Lane.H2D)
         rate = moved / max(busy["h2d"] * seconds, 1e-9)
         pass_s = seconds / len(last)
         return Steady(
@@ -288,10 +288,10 @@ class Card:
             done = subprocess.run(
                 command, stdout=subprocess.PIPE, text=True, check=True, timeout=max(1.0, self.left_s), env=alone
             )
-            said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            message: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
-            said = {"unable": f"{type(error).__name__}: {error}"[:300]}
-        return {"contestant": "accelerate", "cap_bytes": cap, **said}
+            message = {"unable": f"{type(error).__name__}: {error}"[:300]}
+        return {"contestant": "accelerate", "cap_bytes": cap, **message}
 
 
 def _model(args: argparse.Namespace, scratch: Path) -> Path:
@@ -324,21 +324,21 @@ def _context_bytes(machine: Machine) -> int:
     some = torch.ones(64, 64, device=machine.device)
     (some @ some).sum().item()
     module = torch.get_device_module(machine.device)
-    free, whole = module.mem_get_info(machine.device)
-    return int(whole - free - module.memory_reserved(machine.device))
+    free, full = module.mem_get_info(machine.device)
+    return int(full - free - module.memory_reserved(machine.device))
 
 
 def pinned_rate(machine: Machine, size: int, rounds: int = 9) -> float:
     """bytes/s of one pinned page after another over the link; medians."""
     here = page_locked(4 * size, machine.device) if not machine.twin else torch.empty(4 * size, dtype=torch.uint8)
     here.zero_()
-    there = torch.empty(4 * size, dtype=torch.uint8, device=machine.device)
+    present = torch.empty(4 * size, dtype=torch.uint8, device=machine.device)
     seconds = []
     for _ in range(rounds):
         _finish(machine)
         began = time.perf_counter()
         for start in range(0, 4 * size, size):
-            there[start : start + size].copy_(here[start : start + size], non_blocking=True)
+            present[start : start + size].copy_(here[start : start + size], non_blocking=True)
         _finish(machine)
         seconds.append(time.perf_counter() - began)
     return 4 * size / statistics.median(seconds)

@@ -59,7 +59,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     know_other_families()
     sections: dict[str, Callable[[Setting], dict[str, Any]]] = {"native": native, "disk": disk, "peers": peers}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=args.scratch) as made:
         setting = Setting(
             models=args.models or [],
@@ -72,10 +72,10 @@ def main() -> None:
         )
         for name in args.sections:
             began = time.perf_counter()
-            found[name] = sections[name](setting)
-            found[name]["seconds"] = time.perf_counter() - began
-            print(f"{name}: {found[name]['seconds'] / 60:.1f} minutes", file=sys.stderr)
-    print(json.dumps({"benchmark": "graph", "cpu": processor_name(), "threads": args.threads, **found}))
+            result[name] = sections[name](setting)
+            result[name]["seconds"] = time.perf_counter() - began
+            print(f"{name}: {result[name]['seconds'] / 60:.1f} minutes", file=sys.stderr)
+    print(json.dumps({"benchmark": "graph", "cpu": processor_name(), "threads": args.threads, **result}))
 
 
 def _arguments() -> argparse.Namespace:
@@ -108,8 +108,8 @@ def native(setting: Setting) -> dict[str, Any]:
     options = setting.options
     models = setting.models or [make_shape(name, setting.scratch) for name in NATIVE]
     sizes = options["native_prompt"], options["native_new"], options["native_batches"]
-    found = [_together(setting, model, (GRAPH,), *sizes) for model in models]
-    return {"models": found, "below": [miss for each in found for miss in _slower(each)]}
+    result = [_together(setting, model, (GRAPH,), *sizes) for model in models]
+    return {"models": result, "below": [miss for item in result for miss in _slower(item)]}
 
 
 def peers(setting: Setting) -> dict[str, Any]:
@@ -117,17 +117,17 @@ def peers(setting: Setting) -> dict[str, Any]:
     options = setting.options
     models = options["graphs"] or [make_graph_shape(name, setting.scratch) for name in SHAPES]
     sizes = options["peer_prompt"], options["peer_new"], options["peer_batches"]
-    found = [_together(setting, model, options["peers"], *sizes) for model in models]
-    return {"models": found, "below": [miss for each in found for miss in _below_peers(each)]}
+    result = [_together(setting, model, options["peers"], *sizes) for model in models]
+    return {"models": result, "below": [miss for item in result for miss in _below_peers(item)]}
 
 
 def _together(
     setting: Setting, model: Path, others: Sequence[str], prompt: int, new: int, batches: Sequence[int]
 ) -> dict[str, Any]:
     """moelight and ``others`` in turns on one model, all of them in memory."""
-    most, places = max(batches), setting.places
-    work = random_work(model, [prompt] * most, [new] * most, batches, setting.threads)
-    absent = {name: why for name in others if (why := places.lacks(name, model)) is not None}
+    maximum, places = max(batches), setting.places
+    work = random_work(model, [prompt] * maximum, [new] * maximum, batches, setting.threads)
+    absent = {name: reason for name in others if (reason := places.lacks(name, model)) is not None}
     present = [name for name in others if name not in absent]
     with all_of((OURS, *present), places, work, setting.scratch, absent=absent) as alive:
         take_turns(alive, work, setting.rounds)
@@ -147,22 +147,22 @@ def _together(
 
 def print_table(result: dict[str, Any]) -> None:
     """One line a contestant and batch size; who is absent."""
-    for found in result["batches"]:
-        heading = f"{result['model']}, batch {found['batch']}"
+    for outcome in result["batches"]:
+        heading = f"{result['model']}, batch {outcome['batch']}"
         print(f"{heading:30}{'tok/s':>9}{'its s / ours':>14}{'peak GiB':>10}{'first token':>13}{'all tokens':>12}")
-        for name, row in found["contestants"].items():
-            equal = [f"{row[which]}/{found['batch']}" for which in ("first_tokens_equal", "prompts_equal")]
+        for name, row in outcome["contestants"].items():
+            equal = [f"{row[which]}/{outcome['batch']}" for which in ("first_tokens_equal", "prompts_equal")]
             print(
                 f"{name:30}{row['tokens_per_s']:>9.1f}{row['moelight_ratio']:>14.3f}"
                 f"{row['peak_rss_bytes'] / 2**30:>10.2f}{equal[0]:>13}{equal[1]:>12}"
             )
-    for name, why in result["absent"].items():
-        print(f"{name}: absent: {why}")
+    for name, reason in result["absent"].items():
+        print(f"{name}: absent: {reason}")
 
 
 def _slower(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Batch sizes at which the graph takes longer than its bar."""
-    rows = [(found["batch"], found["contestants"][GRAPH]["moelight_ratio"]) for found in result["batches"]]
+    rows = [(result["batch"], result["contestants"][GRAPH]["moelight_ratio"]) for result in result["batches"]]
     return [
         {"model": result["model"], "batch": batch, "ratio": ratio, "bar": SLOWER[batch]}
         for batch, ratio in rows
@@ -173,12 +173,12 @@ def _slower(result: dict[str, Any]) -> list[dict[str, Any]]:
 def _below_peers(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Libraries of whose best form the graph is not faster by its bar."""
     misses = []
-    for found in result["batches"]:
+    for outcome in result["batches"]:
         for library, bar in FASTER.items():
-            rows = [row for name, row in found["contestants"].items() if name.startswith(library)]
+            rows = [row for name, row in outcome["contestants"].items() if name.startswith(library)]
             ratio = min((row["moelight_ratio"] for row in rows), default=bar)
             if ratio < bar:
-                misses.append({"model": result["model"], "batch": found["batch"], "ratio": ratio, "bar": bar})
+                misses.append({"model": result["model"], "batch": outcome["batch"], "ratio": ratio, "bar": bar})
     return misses
 
 
@@ -220,18 +220,18 @@ def _streamed(setting: Setting, work: Work, name: str, files: list[Path], limit:
     with started(name, setting, work, limit=limit, **options) as one:
         if isinstance(one, str):
             raise SystemExit(f"{name}: {one}")
-        found = one.generate(batch)
+        result = one.generate(batch)
         peak = one.samples.peak_rss_bytes
-    lane = found["decode_lanes"].get("disk", {})
+    lane = result["decode_lanes"].get("disk", {})
     row = {
-        "tokens_per_s": work.tokens(batch) / found["seconds"],
-        "decode_s": found["decode_s"] / max(1, found["decode_passes"]),
-        "decode_passes": found["decode_passes"],
+        "tokens_per_s": work.tokens(batch) / result["seconds"],
+        "decode_s": result["decode_s"] / max(1, result["decode_passes"]),
+        "decode_passes": result["decode_passes"],
         "disk_busy_share": lane.get("busy_share", 0.0),
         "disk_bytes_per_s": lane.get("bytes_per_s", 0.0),
         "roof_bytes_per_s": statistics.mean((before, direct_rate(files))),
         "peak_rss_bytes": peak,
-        "policy": found["policy"],
+        "policy": result["policy"],
     }
     print(
         f"{name}: {row['decode_s']:.2f} s a decode pass, disk busy {row['disk_busy_share']:.0%}, "

@@ -88,8 +88,8 @@ def main() -> None:
     asked = {"scores": questions(args.questions, args.choices), "texts": contexts(args.generations, args.new_tokens)}
     with tempfile.TemporaryDirectory() as scratch:
         models = args.models or [make_shape(name, Path(scratch)) for name in MODELS]
-        found = [compare(model, asked, args, Path(scratch)) for model in models]
-    print(json.dumps({"benchmark": "harness", "cpu": processor_name(), "models": found}))
+        result = [compare(model, asked, args, Path(scratch)) for model in models]
+    print(json.dumps({"benchmark": "harness", "cpu": processor_name(), "models": result}))
 
 
 def _arguments() -> argparse.Namespace:
@@ -137,10 +137,10 @@ def compare(model: Path, asked: dict[str, Requests], args: argparse.Namespace, s
         theirs = Worker({**task, "who": THEIRS, "experts": experts}, scratch)
         for kind in args.only:
             trial = _best_batch(theirs, kind, experts, asked[kind], args)
-            best[kind] = min(best[kind], trial, key=lambda each: each[2])
+            best[kind] = min(best[kind], trial, key=lambda item: item[2])
         theirs.close()
     roofs = Roofs(ROOF_GIB, args.threads)
-    found = {}
+    result = {}
     for kind in args.only:
         experts, batch_size, _ = best[kind]
         pair = (
@@ -154,13 +154,13 @@ def compare(model: Path, asked: dict[str, Requests], args: argparse.Namespace, s
         roofs.seconds_per_flop()
         for one in pair:
             one.close()
-        found[kind] = _figures(turns, model, roofs) | {
+        result[kind] = _figures(turns, model, roofs) | {
             "hf_experts": experts,
             "hf_batch_size": batch_size,
             "load_s": {one.who: one.load_s for one in pair},
         }
-        _print(model.name, kind, found[kind])
-    return {"model": model.name, "threads": args.threads, "rounds": args.rounds, **found}
+        _print(model.name, kind, result[kind])
+    return {"model": model.name, "threads": args.threads, "rounds": args.rounds, **result}
 
 
 def _best_batch(
@@ -174,7 +174,7 @@ def _best_batch(
         seconds = theirs.answer(kind, count, batch_size)["seconds"] / count
         print(f"{kind}: {experts}, batch size {batch_size}: {1 / seconds:.2f} requests/s", file=sys.stderr)
         trials.append((experts, batch_size, seconds))
-    return min(trials, key=lambda each: each[2])
+    return min(trials, key=lambda item: item[2])
 
 
 def take_turns(
@@ -204,12 +204,14 @@ def _figures(turns: dict[str, list[dict[str, Any]]], model: Path, roofs: Roofs) 
         "seconds": {OURS: seconds, THEIRS: statistics.median(turn["seconds"] for turn in theirs)},
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        "cores": {who: statistics.median(turn["cores"] for turn in each) for who, each in turns.items()},
+        "cores": {who: statistics.median(turn["cores"] for turn in turn) for who, turn in turns.items()},
         "roof": roof,
         "roof_share": bound_s(model, ours[-1]["tokens"], len(answers), roof) / seconds,
         # bfloat16: sums of another order, and the harness's class has its logits rounded.
-        "equal": None if scored else sum(mine == other for mine, other in answers),
-        "median_difference": statistics.median(abs(mine[0] - other[0]) for mine, other in answers) if scored else None,
+        "equal": None if scored else sum(selected == other for selected, other in answers),
+        "median_difference": statistics.median(abs(selected[0] - other[0]) for selected, other in answers)
+        if scored
+        else None,
     }
 
 

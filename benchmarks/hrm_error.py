@@ -52,13 +52,13 @@ def main() -> None:
         scratch = args.scratch or Path(made)
         profile = args.profile or _profiled(Path(made) / "machine.yaml", scratch, quick=args.quick)
         models = {run.model: checkpoint(run.model, scratch) for _, run in runs}
-        found: dict[int, list[Row]] = {index: [] for index in range(len(runs))}
+        outcome: dict[int, list[Row]] = {index: [] for index in range(len(runs))}
         for turn in range(1 if args.quick else args.rounds):
-            for index in found if turn % 2 == 0 else reversed(found):
+            for index in outcome if turn % 2 == 0 else reversed(outcome):
                 name, run = runs[index]
-                found[index].append(_run(name, run, models[run.model], profile))
-        result = {"machine": machine_facts(profile, kept=args.profile is not None)}
-    rows = [combined(each) for each in found.values()]
+                outcome[index].append(_run(name, run, models[run.model], profile))
+        result = {"machine": machine_facts(profile, retained=args.profile is not None)}
+    rows = [combined(item) for item in outcome.values()]
     print("\n".join(map(_line, rows)))
     result = {"benchmark": "hrm_error", **result, "sets": {name: summary(rows, name) for name in names}, "rows": rows}
     for name in names:
@@ -157,29 +157,31 @@ def _measure(model: Path, run: Run, profile: Path, group: Path | None) -> Row:
     }
 
 
-def combined(found: Sequence[Row]) -> Row:
+def combined(result: Sequence[Row]) -> Row:
     """The rounds of one run as one row: medians, every round's rate, and how far rounds lie from their median."""
-    rates = [row["measured_tokens_per_s"] for row in found]
+    rates = [row["measured_tokens_per_s"] for row in result]
     measured, predicted = (
-        statistics.median(row[f"{what}_tokens_per_s"] for row in found) for what in ("measured", "predicted")
+        statistics.median(row[f"{label}_tokens_per_s"] for row in result) for label in ("measured", "predicted")
     )
     return {
-        **found[0],
+        **result[0],
         "predicted_tokens_per_s": predicted,
         "measured_tokens_per_s": measured,
         "rounds_tokens_per_s": rates,
         "noise": statistics.median(abs(rate / measured - 1.0) for rate in rates) if len(rates) > 1 else 0.0,
         "error": predicted / measured - 1.0,
-        "measured_disk_bytes": statistics.median(row["measured_disk_bytes"] for row in found),
-        "others_busy": max(row["others_busy"] for row in found),
+        "measured_disk_bytes": statistics.median(row["measured_disk_bytes"] for row in result),
+        "others_busy": max(row["others_busy"] for row in result),
     }
 
 
 def summary(rows: Sequence[Row], name: str) -> Row:
     """Errors over the set ``name``, and over its runs by the lane that was predicted to bind."""
-    mine = [row for row in rows if row["set"] == name]
-    by_lane = {lane: [row for row in mine if row["binding"] == lane] for lane in sorted({r["binding"] for r in mine})}
-    return {**_errors(mine), "by_binding": {lane: _errors(some) for lane, some in by_lane.items()}}
+    selected = [row for row in rows if row["set"] == name]
+    by_lane = {
+        lane: [row for row in selected if row["binding"] == lane] for lane in sorted({r["binding"] for r in selected})
+    }
+    return {**_errors(selected), "by_binding": {lane: _errors(some) for lane, some in by_lane.items()}}
 
 
 def _errors(rows: Sequence[Row]) -> Row:
@@ -193,8 +195,8 @@ def _errors(rows: Sequence[Row]) -> Row:
     }
 
 
-def machine_facts(path: Path, *, kept: bool) -> Mapping[str, Any]:
-    """What the predictions rest on; ``kept``: from an earlier time."""
+def machine_facts(path: Path, *, retained: bool) -> Mapping[str, Any]:
+    """What the predictions rest on; ``retained``: from an earlier time."""
     from moelight.profiles.hardware import load_hardware_profile
 
     profile = load_hardware_profile(str(path))
@@ -202,7 +204,7 @@ def machine_facts(path: Path, *, kept: bool) -> Mapping[str, Any]:
     return {
         "processor": platform.processor() or platform.machine(),
         "notes": profile.notes,
-        "kept": kept,
+        "kept": retained,
         "age_s": round(time.time() - path.stat().st_mtime),
         "bytes_per_s": tiers,
         "peak_flops": {unit.name: unit.peak_flops for unit in profile.processors},
@@ -224,15 +226,15 @@ def _share(predicted: float, measured: float) -> str:
     return f"{measured / predicted:.0%}"
 
 
-def _said(name: str, found: Row) -> str:
+def _said(name: str, result: Row) -> str:
     def each(errors: Row) -> str:
         return (
             f"median {errors['median_error']:.1%}, worst {errors['worst_error']:+.1%}, "
             f"half above {errors['median_signed_error']:+.1%}, over {errors['runs']} runs"
         )
 
-    parts = "; ".join(f"{lane} binds: {each(errors)}" for lane, errors in found["by_binding"].items())
-    return f"{name}: {each(found)} (roof: rounds lie {found['roof_error']:.1%} from their median); {parts}"
+    parts = "; ".join(f"{lane} binds: {each(errors)}" for lane, errors in result["by_binding"].items())
+    return f"{name}: {each(result)} (roof: rounds lie {result['roof_error']:.1%} from their median); {parts}"
 
 
 if __name__ == "__main__":

@@ -55,9 +55,9 @@ REFERENCE = ("policy-language.md", "files.md", "errors.md", "hardware_profiles.m
 
 
 def main() -> None:
-    found = sorted({*options(), *names(), *reference(), *written(), *shipped()})
-    print("\n".join(found))
-    print(json.dumps(Counter(line.split()[0] for line in found)))
+    result = sorted({*options(), *names(), *reference(), *written(), *shipped()})
+    print("\n".join(result))
+    print(json.dumps(Counter(line.split()[0] for line in result)))
 
 
 def options() -> Iterator[str]:
@@ -111,20 +111,20 @@ def shipped() -> Iterator[str]:
 def written() -> Iterator[str]:
     """The keys of everything that the runs write."""
     with tempfile.TemporaryDirectory() as made:
-        there = Path(made)
-        (there / "prompts.jsonl").write_text((EXAMPLES / "prompts.jsonl").read_text())
-        (there / "policy.moe").write_text((EXAMPLES / "policies" / "default.moe").read_text())
+        present = Path(made)
+        (present / "prompts.jsonl").write_text((EXAMPLES / "prompts.jsonl").read_text())
+        (present / "policy.moe").write_text((EXAMPLES / "policies" / "default.moe").read_text())
         body = {"model": "demo", "messages": [{"role": "user", "content": "add 17 and 25 ="}], "max_tokens": 8}
         line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-        (there / "batch.jsonl").write_text(json.dumps(line) + "\n" + '{"custom_id": "b"}\n')
-        before = {path.name for path in there.iterdir()}
+        (present / "batch.jsonl").write_text(json.dumps(line) + "\n" + '{"custom_id": "b"}\n')
+        before = {path.name for path in present.iterdir()}
         for run, words in RUNS.items():
             environment = {**os.environ, "MOELIGHT_CACHE": made + "/cache", "COLUMNS": "100"}
             command = [str(Path(sys.executable).with_name("moelight")), *words.split()]
-            done = subprocess.run(command, cwd=there, env=environment, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, cwd=present, env=environment, capture_output=True, text=True, check=False)
             yield f"exit {run} {done.returncode}"
             yield from (f"stdout {run} {key}" for key in keys_of(done.stdout))
-            for path in sorted(there.iterdir()):
+            for path in sorted(present.iterdir()):
                 if path.is_file() and path.name not in before:
                     before.add(path.name)
                     yield f"file {run} {path.name}"
@@ -146,7 +146,7 @@ def keys_of(text: str) -> set[str]:
         pass
     if any(line.startswith("# TYPE") for line in lines):
         return {re.split(r"[\s{]", line)[0] for line in lines if not line.startswith("#")}
-    return {found.group(1) for line in lines if (found := re.match(r"\s*([a-z_]+)(:| =| \{)", line))}
+    return {match.group(1) for line in lines if (match := re.match(r"\s*([a-z_]+)(:| =| \{)", line))}
 
 
 def paths_of(value: Any, path: str = "") -> Iterator[str]:

@@ -133,7 +133,7 @@ def _peers_seconds(setting: Setting) -> float:
 
 
 def _result(args: argparse.Namespace, setting: Setting, roofs: Roofs, rows: list[Row]) -> dict[str, Any]:
-    below = [f"{row.case}: {row.who}: {what}" for row in rows for what in row.below]
+    below = [f"{row.case}: {row.who}: {label}" for row in rows for label in row.below]
     print(f"\n{len(below)} bars missed" + "".join(f"\n  {text}" for text in below))
     return {
         "benchmark": "kernels",

@@ -67,9 +67,9 @@ class Watched:
         return self.ends[number - 1] if number else self.began
 
     def _lane(self, name: str, start: float, end: float) -> dict[str, float]:
-        work = [each for lanes in self.lanes for each in lanes.get(name, ())]
+        work = [item for lanes in self.lanes for item in lanes.get(name, ())]
         inside = [(max(a, start), min(b, end), size * _share(a, b, start, end)) for a, b, size in work]
-        inside = [each for each in inside if each[1] > each[0] or (each[2] and start <= each[0] <= end)]
+        inside = [item for item in inside if item[1] > item[0] or (item[2] and start <= item[0] <= end)]
         busy, moved = covered((a, b) for a, b, _ in inside), sum(size for _, _, size in inside)
         return {
             "busy_share": busy / (end - start),

@@ -52,12 +52,12 @@ def forget(model: Path) -> None:
 
 
 def limited_job(
-    model: Path, prompts: Path, place: Path, *, memory: int, planned: str, new_tokens: int
+    model: Path, prompts: Path, position: Path, *, memory: int, planned: str, new_tokens: int
 ) -> dict[str, Any]:
     """One ``moelight generate`` on the CPU in a process of ``memory`` bytes, planned with ``planned`` of them, the
-    files of ``model`` out of the page cache before; its outputs in ``place``. Ends the program if the job fails."""
-    output, stats = place / "out.jsonl", place / "stats.json"
-    for path in place.glob("out.jsonl*"):
+    files of ``model`` out of the page cache before; its outputs in ``position``. Ends the program if the job fails."""
+    output, stats = position / "out.jsonl", position / "stats.json"
+    for path in position.glob("out.jsonl*"):
         path.unlink()
     command = [sys.executable, "-m", "moelight.cli.main", "generate", str(prompts), "-m", str(model), "-o", str(output)]
     command += ["--host-memory", planned, "--max-tokens", str(new_tokens), "--ignore-eos", "--device", "cpu"]
@@ -65,17 +65,17 @@ def limited_job(
     with memory_limit(memory) as group:
         began = time.perf_counter()
         enters = None if group is None else partial(enter, group)
-        whole = [*command, "--stats", str(stats)]
-        done = subprocess.run(whole, check=False, stderr=subprocess.PIPE, text=True, preexec_fn=enters)
+        full = [*command, "--stats", str(stats)]
+        done = subprocess.run(full, check=False, stderr=subprocess.PIPE, text=True, preexec_fn=enters)
         wall_s = time.perf_counter() - began
-        most = None if group is None else int((group / "memory.max_usage_in_bytes").read_text())
+        maximum = None if group is None else int((group / "memory.max_usage_in_bytes").read_text())
     if done.returncode:
         raise SystemExit(f"{model}: moelight ended with {done.returncode}\n{done.stderr[-2000:]}")
     print(done.stderr, file=sys.stderr)
     return {
-        "memory": memory if most is not None else None,
+        "memory": memory if maximum is not None else None,
         "rows": len(output.read_text(encoding="utf-8").splitlines()),
         "wall_s": wall_s,
-        "peak_group_bytes": most,
+        "peak_group_bytes": maximum,
         "stats": json.loads(stats.read_text()),
     }

@@ -46,7 +46,7 @@ def main() -> None:
         scratch = Path(made)
         prompts = scratch / "prompts.jsonl"
         write_prompts(prompts, args.rows, args.max_tokens)
-        found = {
+        result = {
             "benchmark": "long_job",
             "cpu": processor_name(),
             "rows": args.rows,
@@ -56,10 +56,10 @@ def main() -> None:
             "roof": roof(prompts, args),
             "resume": resume(prompts, scratch / "resume.jsonl", args),
         }
-    found["roof_share"] = round(found["roof"]["seconds"] / found["journal"]["seconds"], 3)
+    result["roof_share"] = round(result["roof"]["seconds"] / result["journal"]["seconds"], 3)
     for name in ("memory", "journal", "roof", "resume"):
-        print(f"{name:8}", "  ".join(f"{key} {value}" for key, value in found[name].items()))
-    print(json.dumps(found))
+        print(f"{name:8}", "  ".join(f"{key} {value}" for key, value in result[name].items()))
+    print(json.dumps(result))
 
 
 def write_prompts(path: Path, rows: int, max_tokens: int) -> None:
@@ -103,11 +103,11 @@ def journal(prompts: Path, scratch: Path, args: argparse.Namespace) -> dict[str,
     original = {name: getattr(Journal, name) for name in ("put", "tick", "commit", "finish")}
 
     def timed(name: str) -> Any:
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*inputs: Any, **named: Any) -> Any:
             nonlocal spent
             before = time.perf_counter()
             try:
-                return original[name](*given, **named)
+                return original[name](*inputs, **named)
             finally:
                 spent += time.perf_counter() - before
 
@@ -123,15 +123,15 @@ def journal(prompts: Path, scratch: Path, args: argparse.Namespace) -> dict[str,
     for name in original:
         setattr(Journal, name, timed(name))
     try:
-        kept = seconds(scratch / "journal.jsonl")
+        retained = seconds(scratch / "journal.jsonl")
     finally:
         for name, method in original.items():
             setattr(Journal, name, method)
     return {
-        "seconds": round(kept, 2),
+        "seconds": round(retained, 2),
         "inside": round(spent, 3),
-        "share": round(spent / kept, 4),
-        "beside_no_file": round(kept / without, 3),
+        "share": round(spent / retained, 4),
+        "beside_no_file": round(retained / without, 3),
     }
 
 
@@ -140,7 +140,7 @@ def roof(prompts: Path, args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = Tokenizer.from_dir(resolve_model(args.model))
     with prompts.open() as file:
         ids = [tuple(tokenizer.encode(json.loads(line)["body"]["prompt"])) for line in file]
-    lengths = [len(each) for each in ids]
+    lengths = [len(item) for item in ids]
     workload = Workload(
         num_requests=len(ids),
         prompt_len=-(-sum(lengths) // len(ids)),
@@ -151,7 +151,7 @@ def roof(prompts: Path, args: argparse.Namespace) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=args.max_tokens, seed=0)
     with LazyModel(options.model).plan(options, workload).load() as engine:
         before = time.perf_counter()
-        requests = (Request(index=n, token_ids=each, sampling=sampling) for n, each in enumerate(ids))
+        requests = (Request(index=n, token_ids=item, sampling=sampling) for n, item in enumerate(ids))
         tokens = sum(completion.completion_tokens for completion in engine.run(requests))
         seconds = time.perf_counter() - before
     return {"seconds": round(seconds, 2), "tokens_per_s": round(tokens / seconds)}
@@ -159,15 +159,15 @@ def roof(prompts: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def resume(prompts: Path, out: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Kill at 90 % of the bytes that the undisturbed run wrote, and start again."""
-    whole = _size(out.with_name("memory.jsonl"))
+    full = _size(out.with_name("memory.jsonl"))
     with _generate(prompts, out, args) as process:
-        while process.poll() is None and _size(out) < 0.9 * whole:
+        while process.poll() is None and _size(out) < 0.9 * full:
             time.sleep(_LOOK_EVERY_S)
         process.send_signal(signal.SIGKILL)
-    kept = _size(out)
+    retained = _size(out)
     began = time.monotonic()
     first = None
-    lowest = kept
+    lowest = retained
     with _generate(prompts, out, args) as process:
         while process.poll() is None:
             size = _size(out)
@@ -177,7 +177,7 @@ def resume(prompts: Path, out: Path, args: argparse.Namespace) -> dict[str, Any]
             time.sleep(0.01)
     with out.open() as file:
         rows = sum(1 for _ in file)
-    return {"killed_at": round(kept / whole, 3), "first_new_row_s": round(first or -1.0, 2), "rows": rows}
+    return {"killed_at": round(retained / full, 3), "first_new_row_s": round(first or -1.0, 2), "rows": rows}
 
 
 def _generate(prompts: Path, out: Path, args: argparse.Namespace) -> subprocess.Popen[bytes]:

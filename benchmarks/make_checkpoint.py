@@ -332,10 +332,10 @@ def _normal_levels() -> np.ndarray:
 def _levels(tensor: RandomTensor, dtype: DType) -> np.ndarray:
     """What the numbers of ``tensor`` are picked from, as they lie on disk (bfloat16 as its 16 bits)."""
     ones = np.ones(_LEVELS, dtype=np.float32)
-    numbers = ones if tensor.std is None else _normal_levels() * np.float32(tensor.std)
+    values = ones if tensor.std is None else _normal_levels() * np.float32(tensor.std)
     if dtype.name != "bfloat16":
-        return numbers.astype({"float32": "<f4", "float16": "<f2"}[dtype.name])
-    bits = numbers.view(np.uint32)
+        return values.astype({"float32": "<f4", "float16": "<f2"}[dtype.name])
+    bits = values.view(np.uint32)
     bits += 0x7FFF + ((bits >> 16) & 1)  # to the nearest bfloat16, ties to even
     return (bits >> 16).astype("<u2")
 

@@ -16,7 +16,7 @@ def prompt_lengths() -> list[int]:
     u = [(index + 0.5) / QUESTIONS for index in range(QUESTIONS)]
 
     def drawn(scale: float) -> list[int]:
-        return [min(LONGEST_PROMPT, round(12 - scale * math.log(1 - each))) for each in u]
+        return [min(LONGEST_PROMPT, round(12 - scale * math.log(1 - item))) for item in u]
 
     low, high = 1.0, 400.0
     while high - low > 1e-3:

@@ -61,8 +61,8 @@ def main() -> None:
             rounds=args.rounds,
             options=vars(args),
         )
-        found = {name: SECTIONS[name](setting) for name in args.sections}
-    print(json.dumps({"benchmark": "pipeline", "cpu": processor_name(), "threads": args.threads, **found}))
+        result = {name: SECTIONS[name](setting) for name in args.sections}
+    print(json.dumps({"benchmark": "pipeline", "cpu": processor_name(), "threads": args.threads, **result}))
 
 
 def _arguments() -> argparse.Namespace:

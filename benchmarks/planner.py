@@ -158,8 +158,8 @@ def attack(questions: int, samples: int, minutes: float, jobs: int, seed: int) -
         while len(rows) < questions or time.monotonic() - began_s < 60 * minutes:
             seeds = [range(seed + seen + AT_ONCE * job, seed + seen + AT_ONCE * (job + 1)) for job in range(jobs)]
             seen += AT_ONCE * jobs
-            for found in pool.map(_attacked, seeds, [samples] * jobs):
-                rows += found
+            for result in pool.map(_attacked, seeds, [samples] * jobs):
+                rows += result
             print(
                 f"{(time.monotonic() - began_s) / 60:6.1f} min  {seen} questions  {json.dumps(attacks(rows))}",
                 flush=True,
@@ -203,7 +203,7 @@ def _behind(rows: list[Attacked]) -> dict[float, int]:
 
 def _attacked(seeds: range, samples: int) -> list[Attacked]:
     """Those of the questions that have an answer, and policies enough that fit."""
-    return [found for seed in seeds if (found := attacked(seed, samples)) is not None]
+    return [result for seed in seeds if (result := attacked(seed, samples)) is not None]
 
 
 def attacked(seed: int, samples: int) -> Attacked | None:
@@ -235,12 +235,12 @@ def attacked(seed: int, samples: int) -> Attacked | None:
     )
 
 
-def line(found: Row) -> str:
-    names = f"{found.machine:>12} {found.model:>18} {found.workload:>20} {found.solve_s:>8.2f}"
-    if not found.tokens_per_s:
+def line(result: Row) -> str:
+    names = f"{result.machine:>12} {result.model:>18} {result.workload:>20} {result.solve_s:>8.2f}"
+    if not result.tokens_per_s:
         return f"{names} {'refused':>10}"
-    better = "  better: " + found.policy if found.best_sample > 1 + EQUAL else ""
-    return f"{names} {found.tokens_per_s:>10.1f} {found.of_bound:>9.1%} {found.best_sample:>9.6f}{better}"
+    better = "  better: " + result.policy if result.best_sample > 1 + EQUAL else ""
+    return f"{names} {result.tokens_per_s:>10.1f} {result.of_bound:>9.1%} {result.best_sample:>9.6f}{better}"
 
 
 def spread(pairs: list[tuple[str, str]], count: int) -> Iterator[tuple[str, str]]:

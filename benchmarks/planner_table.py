@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _mtbench() -> list[Line]:
-    found = []
+    result = []
     simulated = {(row.setting, row.system, row.gen_len): row.predicted for row in published.rows()}
     for setting in MACHINES:
         for system, policies, length in (
@@ -60,7 +60,7 @@ def _mtbench() -> list[Line]:
         ):
             for gen, (mu, count) in zip(published.GENERATED, policies[setting], strict=True):
                 ragged = system == "MoE-Lightning"
-                found.append(
+                result.append(
                     Line(
                         row=f"{setting} MTBench" + ("" if ragged else " p"),
                         prompt_len=int(length),
@@ -69,7 +69,7 @@ def _mtbench() -> list[Line]:
                         simulated=simulated[setting, system, gen],
                     )
                 )
-    return found
+    return result
 
 
 def _helm() -> list[Line]:

@@ -34,9 +34,9 @@ def main() -> None:
     cached = 0
     for turn in range(2 * args.rounds):
         caching = turn % 2 == 0
-        wall_s, found, hits = generate(args, caching=caching)
+        wall_s, result, hits = generate(args, caching=caching)
         seconds[caching].append(wall_s)
-        tokens.add(found)
+        tokens.add(result)
         cached = max(cached, hits)
         print(f"{'shared' if caching else 'whole':8}{wall_s:8.2f} s{hits:8} tokens found in the cache", flush=True)
     every = args.rows * (args.shared + args.own + args.new_tokens - 1)
@@ -69,9 +69,9 @@ def generate(args: argparse.Namespace, *, caching: bool) -> tuple[float, tuple[t
             for count in (args.shared, *[args.own] * args.rows)
         )
         how = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True)
-        found = engine.generate([first + other for other in others], how)
+        result = engine.generate([first + other for other in others], how)
         stats = engine.stats
-    return stats.wall_s, tuple(each.token_ids for each in found), stats.counts["prefix_cache_hits"]
+    return stats.wall_s, tuple(item.token_ids for item in result), stats.counts["prefix_cache_hits"]
 
 
 if __name__ == "__main__":

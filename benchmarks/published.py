@@ -285,7 +285,7 @@ class Row:
 
 def rows(link: float | None = None) -> list[Row]:
     """All forty; with the same ``link`` for everybody where one is given."""
-    found = []
+    result = []
     for (setting, system), figures in PUBLISHED.items():
         for at, (gen_len, published) in enumerate(zip(GENERATED, figures, strict=True)):
             run, ragged = run_of(setting, system, at), system == "MoE-Lightning"
@@ -293,7 +293,7 @@ def rows(link: float | None = None) -> list[Row]:
                 run = replace(run, link=link)
             prompts_s = prompts_of(setting, run.batch_size, ragged=ragged)
             seconds = prompts_s + (gen_len - 1) * step_s(run)
-            found.append(
+            result.append(
                 Row(
                     setting=setting,
                     system=system,
@@ -303,7 +303,7 @@ def rows(link: float | None = None) -> list[Row]:
                     prompts_share=prompts_s / seconds,
                 )
             )
-    return found
+    return result
 
 
 def prompts_of(setting: str, requests: int, *, ragged: bool) -> float:
@@ -351,8 +351,8 @@ def deepspeed_batch(setting: Setting, tokens: int) -> int:
     return round(y0 * (tokens / x0) ** slope)
 
 
-def rank_correlation(found: Sequence[Row]) -> float:
+def rank_correlation(result: Sequence[Row]) -> float:
     """Spearman's: the correlation of the ranks of predicted and published figures."""
     from scipy.stats import spearmanr
 
-    return float(spearmanr([row.published for row in found], [row.predicted for row in found]).statistic)
+    return float(spearmanr([row.published for row in result], [row.predicted for row in result]).statistic)

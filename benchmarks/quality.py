@@ -41,10 +41,10 @@ HEADER = f"{'model':16}{'form':8}{'of':12}{'tokens':>8}{'KL':>10}{'low':>10}{'hi
 def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory(dir=args.scratch) as temporary:
-        place = args.scratch or Path(temporary)
-        models = args.models or [_bundled(place), make_shape(RANDOM, place)]
+        position = args.scratch or Path(temporary)
+        models = args.models or [_bundled(position), make_shape(RANDOM, position)]
         print(HEADER)
-        rows = [row for model in models for row in _of_model(args, model, place, Path(temporary))]
+        rows = [row for model in models for row in _of_model(args, model, position, Path(temporary))]
     print(json.dumps({"benchmark": "quality", "cpu": processor_name(), "rows": rows}))
 
 
@@ -59,22 +59,22 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _bundled(place: Path) -> Path:
-    pad_to_blocks(TRAINED["demo"], place / BUNDLED)
-    return place / BUNDLED
+def _bundled(position: Path) -> Path:
+    pad_to_blocks(TRAINED["demo"], position / BUNDLED)
+    return position / BUNDLED
 
 
-def _of_model(args: argparse.Namespace, model: Path, place: Path, temporary: Path) -> list[dict[str, Any]]:
+def _of_model(args: argparse.Namespace, model: Path, position: Path, temporary: Path) -> list[dict[str, Any]]:
     prompts = _prompts(args, model, temporary / "prompts.jsonl")
-    forms = {kind: _form(llamacpp_of(args), model, kind, place) for kind in args.forms}
+    forms = {kind: _form(llamacpp_of(args), model, kind, position) for kind in args.forms}
     return [row for kind, form in forms.items() for row in _of_form(model, kind, form, prompts)]
 
 
-def _form(llamacpp: LlamaCpp, model: Path, kind: str, place: Path) -> Path:
+def _form(llamacpp: LlamaCpp, model: Path, kind: str, position: Path) -> Path:
     """The checkpoint in the form ``kind``: made unless it is there."""
     if kind not in CONVERTED:
         return llamacpp.gguf(model, kind)
-    out = place / f"{model.name}-{kind}-g{GROUP}"
+    out = position / f"{model.name}-{kind}-g{GROUP}"
     convert = [sys.executable, "-m", "moelight.cli.main", "convert", str(model), str(out)]
     subprocess.run([*convert, "--experts", kind, "--group-size", str(GROUP)], check=True, stdout=sys.stderr)
     return out
@@ -84,14 +84,14 @@ def _of_form(model: Path, kind: str, form: Path, prompts: Path) -> list[dict[str
     compared = {"weights": (model, None), "both": (model, INT8), "activations": (form, INT8)}
     rows = []
     for name, (reference, activations) in compared.items():
-        found = compare_models(
+        result = compare_models(
             CompareOptions(model=str(form), reference=str(reference), prompts=prompts, activations=activations)
         )
-        row = {"model": model.name, "form": kind, "of": name, "tokens": found.tokens, "kl": found.kl.value}
-        rows.append(row | {"kl_low": found.kl.low, "kl_high": found.kl.high, "top1": found.top1.value})
+        row = {"model": model.name, "form": kind, "of": name, "tokens": result.tokens, "kl": result.kl.value}
+        rows.append(row | {"kl_low": result.kl.low, "kl_high": result.kl.high, "top1": result.top1.value})
         print(
-            f"{model.name:16}{kind:8}{name:12}{found.tokens:>8}{found.kl.value:>10.5f}{found.kl.low or 0:>10.5f}"
-            f"{found.kl.high or 0:>10.5f}{found.top1.value:>8.2%}"
+            f"{model.name:16}{kind:8}{name:12}{result.tokens:>8}{result.kl.value:>10.5f}{result.kl.low or 0:>10.5f}"
+            f"{result.kl.high or 0:>10.5f}{result.top1.value:>8.2%}"
         )
     return rows
 
@@ -101,12 +101,12 @@ def _prompts(args: argparse.Namespace, model: Path, path: Path) -> Path:
     if model.name == BUNDLED:
         tokenizer = Tokenizer.from_dir(TRAINED["demo"])
         problems = map(json.loads, PROBLEMS.read_text(encoding="utf-8").splitlines())
-        ids = [tokenizer.encode(each["prompt"] + each["answer"] + "\n") for each in problems]
+        ids = [tokenizer.encode(problem["prompt"] + problem["answer"] + "\n") for problem in problems]
     else:
         count = args.random_prompts
         ids = random_work(model, [args.random_len] * count, [1] * count, [count], 1).prompts
     lines = [{"custom_id": str(at), "method": "POST", "url": "/v1/completions"} for at in range(len(ids))]
-    bodies = [{"model": model.name, "prompt": each} for each in ids]
+    bodies = [{"model": model.name, "prompt": item} for item in ids]
     text = "".join(json.dumps({**line, "body": body}) + "\n" for line, body in zip(lines, bodies, strict=True))
     path.write_text(text, encoding="utf-8")
     return path

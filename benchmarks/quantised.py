@@ -33,15 +33,15 @@ AS_IT_IS = "as it is"
 def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory(dir=args.scratch) as temporary:
-        place = Path(temporary)
+        position = Path(temporary)
         models = {AS_IT_IS: args.model} | {
-            kind: rounded(args.model, kind, args.scratch or place) for kind in args.experts
+            kind: rounded(args.model, kind, args.scratch or position) for kind in args.experts
         }
-        prompts = _prompts(args, place / "prompts.jsonl")
-        rounds = [_round(args, models, prompts, place, number) for number in range(args.rounds)]
+        prompts = _prompts(args, position / "prompts.jsonl")
+        rounds = [_round(args, models, prompts, position, number) for number in range(args.rounds)]
     rows = [_row(name, model, rounds) for name, model in models.items()]
-    found = {"benchmark": "quantised", "cpu": processor_name(), "plain_bytes_per_s": plain_rate(args.model)}
-    print(json.dumps({**found, "model": args.model.name, "memory": args.memory, "rows": rows}))
+    result = {"benchmark": "quantised", "cpu": processor_name(), "plain_bytes_per_s": plain_rate(args.model)}
+    print(json.dumps({**result, "model": args.model.name, "memory": args.memory, "rows": rows}))
 
 
 def _arguments() -> argparse.Namespace:
@@ -58,9 +58,9 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def rounded(model: Path, kind: str, place: Path) -> Path:
-    """The checkpoint with ``kind`` experts, in ``place``: made unless it is there."""
-    out = place / f"{model.name}-{kind}"
+def rounded(model: Path, kind: str, position: Path) -> Path:
+    """The checkpoint with ``kind`` experts, in ``position``: made unless it is there."""
+    out = position / f"{model.name}-{kind}"
     command = [sys.executable, "-m", "moelight.cli.main", "convert", str(model), str(out), "--experts", kind]
     subprocess.run(command, check=True, stdout=sys.stderr)
     return out
@@ -74,12 +74,12 @@ def _prompts(args: argparse.Namespace, path: Path) -> Path:
 
 
 def _round(
-    args: argparse.Namespace, models: dict[str, Path], prompts: Path, place: Path, number: int
+    args: argparse.Namespace, models: dict[str, Path], prompts: Path, position: Path, number: int
 ) -> dict[str, dict[str, Any]]:
     """All contestants once; every other round in the opposite order."""
     names = list(models)[:: -1 if number % 2 else 1]
     limits = {"memory": parse_bytes(args.memory), "planned": args.planned, "new_tokens": args.new_tokens}
-    return {name: limited_job(models[name], prompts, place, **limits) for name in names}
+    return {name: limited_job(models[name], prompts, position, **limits) for name in names}
 
 
 def _row(name: str, model: Path, rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def _row(name: str, model: Path, rounds: list[dict[str, dict[str, Any]]]) -> dic
     return {
         "experts": name,
         "bytes": sum(path.stat().st_size for path in model.glob("*.safetensors")),
-        "tokens_per_s": [rate(each[name]) for each in rounds],
-        "over_as_it_is": statistics.median(rate(each[name]) / rate(each[AS_IT_IS]) for each in rounds),
-        "peak_group_bytes": max(each[name]["peak_group_bytes"] or 0 for each in rounds),
+        "tokens_per_s": [rate(item[name]) for item in rounds],
+        "over_as_it_is": statistics.median(rate(item[name]) / rate(item[AS_IT_IS]) for item in rounds),
+        "peak_group_bytes": max(item[name]["peak_group_bytes"] or 0 for item in rounds),
         "lanes": rounds[-1][name]["stats"].get("lanes"),
     }
 

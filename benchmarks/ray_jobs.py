@@ -70,10 +70,12 @@ class ReturningWorker(EngineWorker):
     def exchange(self, rows: Sequence[Entry], wait_s: float) -> EngineReport:
         totals = {"prompt_tokens": 4, "completion_tokens": 1, "room": 1}
         figures = [("stop", 0, 4, 1, 0, 1, 0.0)]
-        found = [RowResult(row[0], ANSWER, False, totals, None, figures) for row in rows]  # type: ignore[arg-type]
-        if not found:
+        result = [RowResult(row[0], ANSWER, False, totals, None, figures) for row in rows]  # type: ignore[arg-type]
+        if not result:
             time.sleep(min(wait_s, 0.01))
-        return EngineReport(results=pack_results(found), count=len(found), queued=0, running=0, figures=EngineFigures())
+        return EngineReport(
+            results=pack_results(result), count=len(result), queued=0, running=0, figures=EngineFigures()
+        )
 
     def end(self, timeout_s: float) -> tuple[EngineReport, bytes]:  # noqa: ARG002
         return self.exchange(pack_results(()), 0.0), b""
@@ -94,7 +96,7 @@ class Watch(Progress):
         self.first_s = self.first_row_s = 0.0
         self._stop_at = stop_at
 
-    def planned(self, why: str) -> None:  # noqa: ARG002
+    def planned(self, reason: str) -> None:  # noqa: ARG002
         self.first_s = time.monotonic()
         self.memory.append((0, rss_bytes()))
 
@@ -123,17 +125,17 @@ def driver(scratch: Path, count: int) -> dict[str, Any]:
     assert half.state == "interrupted"
     half_s = half.stats.wall_s
     second, again_s = Watch(), time.monotonic()
-    whole = run_job(options, answer=answer, progress=second)
-    assert whole.state == "done"
-    assert whole.completed == count
+    full = run_job(options, answer=answer, progress=second)
+    assert full.state == "done"
+    assert full.completed == count
     assert sum(1 for _ in options.output.open("rb")) == count  # type: ignore[union-attr]
-    assert whole.stats is not None
-    rows_per_s = [half.completed / half_s, (count - half.completed) / whole.stats.wall_s]
+    assert full.stats is not None
+    rows_per_s = [half.completed / half_s, (count - half.completed) / full.stats.wall_s]
     memory = [bytes_ for done, bytes_ in first.memory + second.memory if done]
     return {
         "rows": count,
         "rows_per_s": round(min(rows_per_s)),
-        "rows_per_s_of_both_halves": [round(each) for each in rows_per_s],
+        "rows_per_s_of_both_halves": [round(item) for item in rows_per_s],
         "start_and_scan_s": round(scan_s, 1),
         "resume_s": round(second.first_row_s - again_s, 1),
         "resume_s_to_the_engine": round(second.first_s - again_s, 1),
@@ -147,8 +149,8 @@ def throughput(scratch: Path, count: int, *, model: str, rounds: int, engines: S
 
     def once(engines: int) -> tuple[float, bytes]:
         output = scratch / f"mixed.{engines}.jsonl"
-        for each in scratch.glob(f"mixed.{engines}.*"):
-            each.unlink()
+        for path in scratch.glob(f"mixed.{engines}.*"):
+            path.unlink()
         options = JobOptions(
             prompts=prompts,
             output=output,
@@ -162,24 +164,24 @@ def throughput(scratch: Path, count: int, *, model: str, rounds: int, engines: S
         assert result.state == "done"
         return result.stats.tokens_per_s, output.read_bytes()
 
-    speeds: dict[int, list[float]] = {each: [] for each in (0, *engines)}
+    speeds: dict[int, list[float]] = {item: [] for item in (0, *engines)}
     rows: dict[int, bytes] = {}
     for _ in range(rounds):
-        for each, found in speeds.items():
-            speed, rows[each] = once(each)
-            found.append(speed)
+        for item, result in speeds.items():
+            speed, rows[item] = once(item)
+            result.append(speed)
     alone = statistics.median(speeds[0])
     return {
         "rows": count,
         "model": Path(model).name,
-        "equal": all(rows[each] == rows[0] for each in engines),
-        "tokens_per_s_alone": [round(each) for each in speeds[0]],
+        "equal": all(rows[engine] == rows[0] for engine in engines),
+        "tokens_per_s_alone": [round(speed) for speed in speeds[0]],
         **{
-            f"{each}_engines": {
-                "tokens_per_s": [round(speed) for speed in speeds[each]],
-                "share_of_alone": round(statistics.median(speeds[each]) / alone, 3),
+            f"{engine}_engines": {
+                "tokens_per_s": [round(speed) for speed in speeds[engine]],
+                "share_of_alone": round(statistics.median(speeds[engine]) / alone, 3),
             }
-            for each in engines
+            for engine in engines
         },
     }
 
@@ -230,10 +232,10 @@ class SleepingWorker(EngineWorker):
 
     def exchange(self, rows: Sequence[Entry], wait_s: float) -> EngineReport:
         self._queue.add(rows)
-        found = self._queue.results(wait_s, over=lambda: False)
+        result = self._queue.results(wait_s, over=lambda: False)
         return EngineReport(
-            results=pack_results(found),
-            count=len(found),
+            results=pack_results(result),
+            count=len(result),
             queued=len(self._queue),
             running=len(self._running),
             figures=EngineFigures(),
@@ -247,7 +249,7 @@ class SleepingWorker(EngineWorker):
 def simulator(scratch: Path, count: int = 2000) -> dict[str, Any]:
     prompts = scratch / "sleep.txt"
     prompts.write_text("word\n" * count)
-    kind, found = SleepingWorker, {}
+    kind, outcome = SleepingWorker, {}
     for engines in (1, 2, 3):
         output = scratch / f"sleep.{engines}.jsonl"
         options = JobOptions(prompts=prompts, output=output, sampling=SamplingParams(max_tokens=10, seed=0))
@@ -268,12 +270,12 @@ def simulator(scratch: Path, count: int = 2000) -> dict[str, Any]:
             )
         ).run()
         measured = ideal_s / result.stats.wall_s
-        found[engines] = {
+        outcome[engines] = {
             "measured": round(measured, 4),
             "simulated": round(simulated.efficiency, 4),
             "off_by": round(simulated.efficiency / measured - 1, 4),
         }
-    return {f"{engines}_engines": each for engines, each in found.items()}
+    return {f"{engines}_engines": item for engines, item in outcome.items()}
 
 
 def main() -> None:
@@ -295,14 +297,14 @@ def main() -> None:
         ),
         "simulator": lambda: simulator(scratch),
     }
-    found = {}
+    result = {}
     for name in args.sections:
-        found[name] = sections[name]()
-        print(f"{name}: {found[name]}", flush=True)
+        result[name] = sections[name]()
+        print(f"{name}: {result[name]}", flush=True)
     shutil.rmtree(scratch)
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found))
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

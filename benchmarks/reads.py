@@ -59,10 +59,10 @@ def contenders(file: Path, size: int, args: argparse.Namespace) -> dict[str, Con
     """Each reads the whole file and says for which share of its time a read was in flight (0: unknown)."""
     part = int(args.part_mib * MIB)
     huge, small = (ring(SLOTS * (part + 8192), huge=huge) for huge in (True, False))
-    whole = part + 8 * 511  # parts begin at odd places in the file, as tensors do
+    full = part + 8 * 511  # parts begin at odd places in the file, as tensors do
 
     def ours(memory: Tensor, shift: int, **options: object) -> Contender:
-        return lambda: reader_pass(file, size, args, memory, whole, shift, **options)
+        return lambda: reader_pass(file, size, args, memory, full, shift, **options)
 
     return {
         "plain direct read, blocks of 8 MiB": lambda: plain(file, size, huge),
@@ -72,8 +72,8 @@ def contenders(file: Path, size: int, args: argparse.Namespace) -> dict[str, Con
         "ours, addresses disagree, pages of 4 KiB": ours(small, 64),
         "ours, addresses agree, one at a time": ours(huge, -1, depth=1),
         "ours, through the page cache": ours(huge, 64, direct=False),
-        "os.preadv, through the page cache": lambda: buffered(file, size, huge, whole),
-        "copy from a mapping": lambda: mapped(file, size, huge, whole),
+        "os.preadv, through the page cache": lambda: buffered(file, size, huge, full),
+        "copy from a mapping": lambda: mapped(file, size, huge, full),
     }
 
 
@@ -102,19 +102,19 @@ def measure(contenders: dict[str, Contender], file: Path, size: int, rounds: int
 
 
 def reader_pass(
-    file: Path, size: int, args: argparse.Namespace, memory: Tensor, whole: int, shift: int, **options: object
+    file: Path, size: int, args: argparse.Namespace, memory: Tensor, full: int, shift: int, **options: object
 ) -> float:
     """All parts, a ring's worth in flight. ``shift``: where in a page parts begin in memory; -1: as in the file."""
     settings = {"depth": args.depth, "chunk_bytes": int(args.chunk_mib * MIB), **options}
     with FileReader([file], **settings) as reader:
         running = []
         began = time.perf_counter()
-        for number, offset in enumerate(range(0, size, whole)):
+        for number, offset in enumerate(range(0, size, full)):
             if len(running) == SLOTS:
                 running.pop(0).wait()
             slot = memory[number % SLOTS * (len(memory) // SLOTS) :]
             start = ((offset if shift < 0 else shift) - slot.data_ptr()) % 4096
-            running.append(reader.submit([ReadPart(file, offset, slot[start : start + min(whole, size - offset)])]))
+            running.append(reader.submit([ReadPart(file, offset, slot[start : start + min(full, size - offset)])]))
         for ticket in running:
             ticket.wait()
         return reader.counts().busy_s / (time.perf_counter() - began)
@@ -131,22 +131,22 @@ def plain(file: Path, size: int, memory: Tensor) -> float:
     return 0.0
 
 
-def buffered(file: Path, size: int, memory: Tensor, whole: int) -> float:
+def buffered(file: Path, size: int, memory: Tensor, full: int) -> float:
     with open(file, "rb", buffering=0) as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        for offset in range(0, size, whole):
-            left, at = memory[: min(whole, size - offset)].numpy().data, offset
+        for offset in range(0, size, full):
+            left, at = memory[: min(full, size - offset)].numpy().data, offset
             while left:
                 count = os.preadv(opened.fileno(), [left], at)
                 left, at = left[count:], at + count
     return 0.0
 
 
-def mapped(file: Path, size: int, memory: Tensor, whole: int) -> float:
+def mapped(file: Path, size: int, memory: Tensor, full: int) -> float:
     with open(file, "rb") as opened, mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) as mapping:
         to = memory.numpy()
-        for offset in range(0, size, whole):
-            stop = min(offset + whole, size)
+        for offset in range(0, size, full):
+            stop = min(offset + full, size)
             to.data[: stop - offset] = memoryview(mapping)[offset:stop]
     return 0.0
 

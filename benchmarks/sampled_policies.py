@@ -127,22 +127,26 @@ def best_of_samples(problem: Problem, near: Policy, count: int, seed: int = 0) -
     """The best of at least ``count`` policies that fit, or of what many draws gave."""
     rng = np.random.default_rng(seed)
     every = list(every_setting(problem))
-    own = [s for s in every if s[1:] == (near.schedule,) and _devices(s[0]) == (near.attention_device, near.ffn_device)]
-    found, least, policy = 0, np.inf, None
+    original = [
+        s for s in every if s[1:] == (near.schedule,) and _devices(s[0]) == (near.attention_device, near.ffn_device)
+    ]
+    result, least, policy = 0, np.inf, None
     for _ in range(8):
-        draws = [(setting, None) for setting in every] + [(setting, near) for setting in (*own * len(every), *every)]
+        draws = [(setting, None) for setting in every] + [
+            (setting, near) for setting in (*original * len(every), *every)
+        ]
         for (cost_model, schedule), around in draws:
             some = drawn(problem, rng, -(-2 * count // len(draws)), cost_model, schedule, around)
             if not len(some):
                 continue
             seconds = some.seconds(problem)
             index = int(np.argmin(seconds))
-            found += len(some)
+            result += len(some)
             if seconds[index] < least:
                 least, policy = float(seconds[index]), some.policy(problem, index)
-        if found >= count:
+        if result >= count:
             break
-    return Best(seconds=least, count=found, policy=policy)
+    return Best(seconds=least, count=result, policy=policy)
 
 
 def _devices(cost_model: CostModel) -> tuple[str, str]:
@@ -221,10 +225,10 @@ def _sizes(problem: Problem, rng: Any, count: int) -> tuple[Any, Any, Any, Any]:
     n = np.exp(rng.uniform(0, np.log(requests + 0.999), count)).astype(np.int64)
     n = np.where(rng.random(count) < 0.5, -(-requests // np.maximum(1, requests // n)), n)
     b = np.exp(rng.uniform(0, np.log(n + 0.999))).astype(np.int64)
-    most = max(problem.prompt_tokens, 16)
-    tokens = np.exp(rng.uniform(0, np.log(most + 0.999), count)).astype(np.int64)
+    maximum = max(problem.prompt_tokens, 16)
+    tokens = np.exp(rng.uniform(0, np.log(maximum + 0.999), count)).astype(np.int64)
     tokens = np.where(rng.random(count) < 0.4, 2 ** rng.integers(4, 14, count), tokens)
-    prompts = np.exp(rng.uniform(0, np.log(np.maximum(most // tokens, 1) + 1.999))).astype(np.int64)
+    prompts = np.exp(rng.uniform(0, np.log(np.maximum(maximum // tokens, 1) + 1.999))).astype(np.int64)
     return n, b, tokens, np.where(rng.random(count) < 0.3, 8, np.maximum(prompts, 1))
 
 
@@ -294,19 +298,19 @@ def _placed(problem: Problem, rng: Any, sizes: Sampled, near: Policy | None) -> 
     from_disk = streamed - from_host
     fits &= from_disk * costs.page_bytes(model, cost_model.page_dtype) <= problem.capacity_bytes["disk"]
     counts = {"resident": resident, "from_host": from_host, "from_disk": from_disk, "computed": computed}
-    whole = {name: values.astype(np.int64) for name, values in {**counts, "blocks": blocks}.items()}
-    return replace(sizes, **whole).at(np.flatnonzero(fits))
+    full = {name: values.astype(np.int64) for name, values in {**counts, "blocks": blocks}.items()}
+    return replace(sizes, **full).at(np.flatnonzero(fits))
 
 
-def _cache_blocks(rng: Any, most: Any, cache: Any, near: Policy | None) -> Any:
-    count, part = len(most), np.floor(rng.random(len(most)) * (most + 1))
+def _cache_blocks(rng: Any, maximum: Any, cache: Any, near: Policy | None) -> Any:
+    count, part = len(maximum), np.floor(rng.random(len(maximum)) * (maximum + 1))
     kind = rng.random(count)
     if near is None:
-        return np.where(kind < 0.3, 0, np.where(kind < 0.6, most, np.minimum(part, most)))
+        return np.where(kind < 0.3, 0, np.where(kind < 0.6, maximum, np.minimum(part, maximum)))
     moved = np.round(near.kv.device * cache) + np.where(
         kind < 0.3, 0, np.round(rng.normal(0, 1, count) * 10.0 ** rng.uniform(0, 3, count))
     )
-    return np.clip(np.where(kind < 0.7, moved, part), 0, most)
+    return np.clip(np.where(kind < 0.7, moved, part), 0, maximum)
 
 
 def _computed(problem: Problem, rng: Any, count: int, near: Policy | None) -> Any:

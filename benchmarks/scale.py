@@ -31,16 +31,16 @@ COMMIT_S = 0.02
 
 
 def by_nodes(nodes: list[int]) -> list[dict[str, Any]]:
-    found = []
+    result = []
     for count in nodes:
-        for speed, each in JOBS:
+        for speed, item in JOBS:
             node = replace(NODE, row_s=NODE.batch_rows / speed)
-            run = ClusterSimulation(replace(node, nodes=count, rows=count * each)).run()
-            found.append(
+            run = ClusterSimulation(replace(node, nodes=count, rows=count * item)).run()
+            result.append(
                 {
                     "nodes": count,
                     "rows_per_s": speed,
-                    "rows_each": each,
+                    "rows_each": item,
                     "hours": round(run.seconds / 3600, 2),
                     "efficiency": round(run.efficiency, 3),
                     "driver_share": round(run.driver_share, 3),
@@ -48,8 +48,8 @@ def by_nodes(nodes: list[int]) -> list[dict[str, Any]]:
                     "redone_rows": run.redone_rows,
                 }
             )
-            print(found[-1], flush=True)
-    return found
+            print(result[-1], flush=True)
+    return result
 
 
 def by_leases(nodes: int = 256) -> list[dict[str, Any]]:
@@ -58,21 +58,21 @@ def by_leases(nodes: int = 256) -> list[dict[str, Any]]:
     node = replace(NODE, nodes=nodes, rows=nodes * 4000, batch_rows=32, row_s=1.0, load_s=0.0)
     sizes = [LeaseSizes(ahead_s=ahead_s) for ahead_s in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)]
     sizes += [LeaseSizes(least_s=least_s) for least_s in (0.05, 0.2, 1.0, 2.0)]
-    found = []
-    for each in sizes:
-        run = ClusterSimulation(replace(node, failures_per_hour=1.0, back_s=10.0, sizes=each)).run()
-        found.append(
+    result = []
+    for size in sizes:
+        run = ClusterSimulation(replace(node, failures_per_hour=1.0, back_s=10.0, sizes=size)).run()
+        result.append(
             {
-                "ahead_s": each.ahead_s,
-                "least_s": each.least_s,
+                "ahead_s": size.ahead_s,
+                "least_s": size.least_s,
                 "efficiency": round(run.efficiency, 4),
                 "driver_share": round(run.driver_share, 3),
                 "redone_rows": run.redone_rows,
                 "stolen_rows": run.stolen_rows,
             }
         )
-        print(found[-1], flush=True)
-    return found
+        print(result[-1], flush=True)
+    return result
 
 
 def by_failures() -> list[dict[str, Any]]:
@@ -83,23 +83,23 @@ def by_failures() -> list[dict[str, Any]]:
     ]
 
 
-def plot(path: Path, found: list[dict[str, Any]]) -> None:
+def plot(path: Path, result: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
     figure = Figure(figsize=(7.5, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for (speed, rows_each), style in zip(JOBS, ("o-", "s-", "^:"), strict=True):
-        job = [each for each in found if (each["rows_per_s"], each["rows_each"]) == (speed, rows_each)]
-        nodes = [each["nodes"] for each in job]
+        job = [item for item in result if (item["rows_per_s"], item["rows_each"]) == (speed, rows_each)]
+        nodes = [item["nodes"] for item in job]
         label = f"{speed} rows/s, {rows_each:,} rows a node"
-        above.plot(nodes, [each["efficiency"] for each in job], style, label=label)
-        below.plot(nodes, [each["driver_share"] for each in job], style, label=label)
+        above.plot(nodes, [item["efficiency"] for item in job], style, label=label)
+        below.plot(nodes, [item["driver_share"] for item in job], style, label=label)
     above.set_ylabel("efficiency")
     below.set_ylabel("time that the driver works")
     below.axhline(1.0, color="grey", linewidth=1)
     below.set_xscale("log", base=4)
-    below.set_xticks(nodes, [f"{each:,}" for each in nodes])
+    below.set_xticks(nodes, [f"{node:,}" for node in nodes])
     below.minorticks_off()
     below.set_xlabel("nodes")
     for axes in (above, below):
@@ -117,12 +117,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the tables there too, as JSON")
     args = parser.parse_args()
     nodes = [1, 2, 4, 16, 64] if args.quick else [1, 2, 4, 16, 64, 256, 1024, 4096]
-    found = {"nodes": by_nodes(nodes), "leases": by_leases(), "sync": by_failures()}
+    result = {"nodes": by_nodes(nodes), "leases": by_leases(), "sync": by_failures()}
     if args.plot is not None:
-        plot(args.plot, found["nodes"])
+        plot(args.plot, result["nodes"])
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found))
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ def main() -> None:
     parser.add_argument("--vllm", required=True, help="python of an environment with vllm")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--batch", type=Path, default=BATCH)
-    given = parser.parse_args()
-    lines = given.batch.read_text().split("\n")[:-1]
-    theirs, ours = run_vllm(given.vllm, given.model, lines), run_moelight(given.model, given.batch)
+    inputs = parser.parse_args()
+    lines = inputs.batch.read_text().split("\n")[:-1]
+    theirs, ours = run_vllm(inputs.vllm, inputs.model, lines), run_moelight(inputs.model, inputs.batch)
     print("| line | vLLM | moelight | text |\n|---|---|---|---|")
     counts = {"rows": 0, "same status": 0, "both answered": 0, "same text": 0}
     for number, line in enumerate(lines, start=1):
@@ -69,14 +69,12 @@ def main() -> None:
 def run_vllm(python: str, model: Path, lines: list[str]) -> dict[int, dict[str, Any]]:
     """The verdict of vLLM by line number."""
     parsed = run([python, "-c", PARSE], text="\n".join(lines) + "\n").split("\n")
-    numbers = [n for n, line in enumerate(lines, start=1) if line.strip() and not parsed[n - 1]]
+    values = [n for n, line in enumerate(lines, start=1) if line.strip() and not parsed[n - 1]]
     verdicts = {n: {"status": ENDS} for n, line in enumerate(lines, start=1) if line.strip()}
     with tempfile.TemporaryDirectory() as folder:
         # Ids are line numbers there: some are repeated.
         source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
-        source.write_text(
-            "".join(json.dumps({**json.loads(lines[n - 1]), "custom_id": str(n)}) + "\n" for n in numbers)
-        )
+        source.write_text("".join(json.dumps({**json.loads(lines[n - 1]), "custom_id": str(n)}) + "\n" for n in values))
         runner = (python, "-m", "vllm.entrypoints.openai.run_batch", "-i", source, "-o", output)
         how = ("--enforce-eager", "--max-model-len", CONTEXT, "--max-num-seqs", 16, "--dtype", "float32")
         named = ("--model", model, "--served-model-name", model.name)
@@ -93,8 +91,8 @@ def run_moelight(model: Path, batch: Path) -> dict[int, dict[str, Any]]:
         command = ("-m", "moelight.cli.main", "generate", batch, "--model", model, "--dtype", "float32", "-o", output)
         run([sys.executable, *map(str, command)], may_fail=True)
         rows = [json.loads(text) for text in output.read_text().splitlines()]
-    numbers = [n for n, line in enumerate(batch.read_text().split("\n"), start=1) if line.strip()]
-    return {number: verdict(row) for number, row in zip(numbers, rows, strict=True)}
+    values = [n for n, line in enumerate(batch.read_text().split("\n"), start=1) if line.strip()]
+    return {number: verdict(row) for number, row in zip(values, rows, strict=True)}
 
 
 def run(command: list[str], *, text: str = "", may_fail: bool = False) -> str:
@@ -109,8 +107,8 @@ def verdict(row: dict[str, Any]) -> dict[str, Any]:
     response = row["response"] or {}
     body = response.get("body") or {}
     if "choices" in body:
-        texts = [each["message"]["content"] if "message" in each else each["text"] for each in body["choices"]]
-        reasons = [each["finish_reason"] for each in body["choices"]]
+        texts = [item["message"]["content"] if "message" in item else item["text"] for item in body["choices"]]
+        reasons = [item["finish_reason"] for item in body["choices"]]
         tokens = body["usage"]["completion_tokens"]
         return {"status": 200, "texts": texts, "reasons": reasons, "tokens": tokens}
     error = row["error"]
@@ -126,11 +124,11 @@ def name_of(line: str) -> str:
         return "malformed JSON"
 
 
-def shown(found: dict[str, Any]) -> str:
-    if "texts" in found:
-        return f"200, {found['tokens']} tokens, {'/'.join(dict.fromkeys(found['reasons']))}"
-    message = str(found.get("message", "")).split("\n")[0].replace("|", "/")[:90]
-    return f"{found['status']}{': ' if message else ''}{message}"
+def shown(result: dict[str, Any]) -> str:
+    if "texts" in result:
+        return f"200, {result['tokens']} tokens, {'/'.join(dict.fromkeys(result['reasons']))}"
+    message = str(result.get("message", "")).split("\n")[0].replace("|", "/")[:90]
+    return f"{result['status']}{': ' if message else ''}{message}"
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ def make_root() -> None:
     if (ROOT / COMPLETE).exists():
         return
     apt = BUILD / "apt"
-    for place in ("lists/partial", "archives/partial"):
-        (apt / place).mkdir(parents=True, exist_ok=True)
+    for position in ("lists/partial", "archives/partial"):
+        (apt / position).mkdir(parents=True, exist_ok=True)
     sources = apt / "sources.list"
     sources.write_text(f"deb [signed-by={KEYS}] http://deb.debian.org/debian {SUITE} main\n", encoding="utf-8")
     options = {
@@ -109,14 +109,14 @@ def fetch_packages() -> None:
 def _constraints() -> Path:
     """Those of this project for everything but torch."""
     lines = (HERE / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    found = BUILD / "constraints.txt"
-    found.write_text("".join(line for line in lines if not line.startswith("torch==")), encoding="utf-8")
-    return found
+    result = BUILD / "constraints.txt"
+    result.write_text("".join(line for line in lines if not line.startswith("torch==")), encoding="utf-8")
+    return result
 
 
 def build() -> Path:
     """The extension, by CMake and the compiler of this machine and the headers of the root."""
-    place = BUILD / "native"
+    position = BUILD / "native"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     variables = {
         "CMAKE_SYSTEM_NAME": "Linux",
@@ -128,10 +128,10 @@ def build() -> Path:
         "Python_INCLUDE_DIR": ROOT / "usr" / "include" / f"python{PYTHON}",
     }
     values = [f"-D{name}={value}" for name, value in variables.items()]
-    there = os.environ | {"PATH": path}
-    subprocess.run(["cmake", "-S", HERE / "csrc", "-B", place, "-G", "Ninja", *values], check=True, env=there)
-    subprocess.run(["cmake", "--build", place], check=True, env=there)
-    return next(place.glob("_native*.so"))
+    present = os.environ | {"PATH": path}
+    subprocess.run(["cmake", "-S", HERE / "csrc", "-B", position, "-G", "Ninja", *values], check=True, env=present)
+    subprocess.run(["cmake", "--build", position], check=True, env=present)
+    return next(position.glob("_native*.so"))
 
 
 def run(cpu: str, extension: Path, asked: Sequence[str]) -> int:

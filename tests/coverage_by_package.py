@@ -21,7 +21,7 @@ def main() -> None:
             lines[package] += len(statements)
             missing[package] += len(unexecuted)
     print("| layer | package | statements | executed |\n|--:|---|--:|--:|")
-    for package in sorted(lines, key=lambda each: (-LAYER_OF[each], each)):
+    for package in sorted(lines, key=lambda item: (-LAYER_OF[item], item)):
         share = 1 - missing[package] / lines[package]
         print(f"| {LAYER_OF[package]} | `{package}/` | {lines[package]:,} | {share:.0%} |")
     print(f"| | all | {sum(lines.values()):,} | {1 - sum(missing.values()) / sum(lines.values()):.0%} |")

@@ -50,7 +50,10 @@ def in_turn(cases: Sequence[tuple[Any, ...]], values: Iterable[Any]) -> list[tup
     """Each case with one of ``values``, shifted so that every value meets every member of the cases that is in as many
     of them as there are values."""
     among, seen = list(values), [dict[Any, int]() for _ in cases[0]]
-    ranks = [[mine.setdefault(member, len(mine)) for mine, member in zip(seen, case, strict=True)] for case in cases]
+    ranks = [
+        [selected.setdefault(member, len(selected)) for selected, member in zip(seen, case, strict=True)]
+        for case in cases
+    ]
     return [(*case, among[sum(rank) % len(among)]) for case, rank in zip(cases, ranks, strict=True)]
 
 
@@ -84,7 +87,7 @@ class Forced:
         The first ``prompt_len`` tokens arrive as a prompt, the others one by one.
         """
         batcher = Batcher(self._policy, self._passes.pool, discrete=self._discrete)
-        kept: list[list[Tensor]] = [[] for _ in sequences]
+        retained: list[list[Tensor]] = [[] for _ in sequences]
         batcher.add(
             RunningSequence(
                 request=Request(index=index, token_ids=tuple(ids[:first]), sampling=SamplingParams()),
@@ -98,16 +101,16 @@ class Forced:
             tokens = []
             for chunk, row in zip(chunks, logits, strict=True):
                 index = chunk.sequence.request.index
-                kept[index].append(row.clone())
-                place = prompt_lens[index] + chunk.earlier
-                tokens.append(sequences[index][place] if place < len(sequences[index]) else 0)
+                retained[index].append(row.clone())
+                position = prompt_lens[index] + chunk.earlier
+                tokens.append(sequences[index][position] if position < len(sequences[index]) else 0)
             return torch.tensor(tokens)
 
         while batcher.busy:
             packed = self._passes.pack(batcher.next_pass())
             batcher.launched(packed.plans)
             self._passes.land(self._passes.launch(packed, choose, follows=batcher.busy))
-        return [torch.stack(rows) for rows in kept]
+        return [torch.stack(rows) for rows in retained]
 
     def by_prefixes(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits [len, V] of every position, each computed from a whole prompt that ends there."""

@@ -37,7 +37,7 @@ class _Recording(TorchDispatchMode):
             if name == "out":
                 self.save(kwargs[name])
         result = function(*args, **kwargs)
-        made = schema.returns and all(each.alias_info is None for each in schema.returns)
+        made = schema.returns and all(item.alias_info is None for item in schema.returns)
         if not schema.name.startswith("aten::empty"):
             self.steps.append(partial(_again, function, args, kwargs, result if made else None))
         return result

@@ -41,7 +41,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, returns = function._schema.name, function._schema.returns
-        view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        view = any(item.alias_info is not None and not item.alias_info.is_write for item in returns)
         if wait := _WAITS.get(name):
             self.waits[wait] += 1
         result = function(*args, **(kwargs or {}))
@@ -71,8 +71,8 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
         with _disable_current_modes():
             ran(self, *args, **kwargs)
 
-    def bound(self: Operations, *given: Any) -> Callable[[Task], Callable[[], Outcome]]:
-        perform = bind(self, *given)
+    def bound(self: Operations, *inputs: Any) -> Callable[[Task], Callable[[], Outcome]]:
+        perform = bind(self, *inputs)
         tasks: dict[Key, Launches] = {}
         counted.passes.append(tasks)
 

@@ -120,9 +120,9 @@ def layer_specs() -> st.SearchStrategy[LayerSpec]:
     """Layers of every kind; those without attention keep a state."""
 
     def spec(attention: AttentionSpec, before: int, after: int) -> LayerSpec:
-        kept = 0 if attention.num_heads else 640
+        retained = 0 if attention.num_heads else 640
         return LayerSpec(
-            attention=attention, before=before, after=after, state_bytes=kept, state_token_bytes=kept // 20
+            attention=attention, before=before, after=after, state_bytes=retained, state_token_bytes=retained // 20
         )
 
     return st.builds(spec, st.sampled_from(ATTENTIONS), st.integers(0, 500), st.integers(0, 500))

@@ -26,7 +26,7 @@ def declared() -> dict[str, list[str]]:
     """Names of distributions, of the package itself (``""``) and of each extra."""
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = {"": project["dependencies"], **project["optional-dependencies"]}
-    return {extra: [re.split(r"[^\w.-]", each)[0].lower() for each in names] for extra, names in asked.items()}
+    return {extra: [re.split(r"[^\w.-]", name)[0].lower() for name in names] for extra, names in asked.items()}
 
 
 def _imported() -> Iterator[str]:
@@ -50,9 +50,9 @@ def test_what_is_declared_is_used(name: str) -> None:
 
 
 def test_what_is_imported_is_declared() -> None:
-    known = {MODULES.get(name, name.replace("-", "_")) for names in OURS.values() for name in names}
+    known_names = {MODULES.get(name, name.replace("-", "_")) for names in OURS.values() for name in names}
     others = IMPORTED - set(sys.stdlib_module_names) - {"moelight"}
-    assert others - known <= {"datasets", "tqdm"}  # which the harness brings
+    assert others - known_names <= {"datasets", "tqdm"}  # which the harness brings
 
 
 def test_the_developers_environment_has_every_extra_and_a_version_for_all() -> None:

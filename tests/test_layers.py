@@ -99,12 +99,12 @@ def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            whole = ".".join(part for part in (base, node.module) if part)
-            yield from ((node.lineno, f"{whole}.{alias.name}") for alias in node.names)
+            full = ".".join(part for part in (base, node.module) if part)
+            yield from ((node.lineno, f"{full}.{alias.name}") for alias in node.names)
         elif (
-            isinstance(node, ast.Constant) and isinstance(node.value, str) and (found := _TARGET.fullmatch(node.value))
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := _TARGET.fullmatch(node.value))
         ):
-            yield node.lineno, found.group(1)
+            yield node.lineno, match.group(1)
 
 
 def typing_only(tree: ast.Module) -> set[int]:
@@ -143,8 +143,8 @@ def offences(path: Path, tree: ast.Module) -> Iterator[str]:
 
 
 def test_imports_go_down_only(trees: Trees) -> None:
-    found = [offence for path, tree in trees.items() for offence in offences(path, tree)]
-    assert not found, "\n" + "\n".join(found)
+    result = [offence for path, tree in trees.items() for offence in offences(path, tree)]
+    assert not result, "\n" + "\n".join(result)
 
 
 def test_no_modules_import_each_other(trees: Trees) -> None:
@@ -153,7 +153,7 @@ def test_no_modules_import_each_other(trees: Trees) -> None:
     for name, path in names.items():
         free = typing_only(trees[path])
         wanted = {imported for line, imported in imports(path, trees[path]) if line not in free}
-        modules_of = wanted | {each.rpartition(".")[0] for each in wanted}
+        modules_of = wanted | {item.rpartition(".")[0] for item in wanted}
         graph[name] = modules_of & names.keys() - {name}
     try:
         TopologicalSorter(graph).prepare()
@@ -164,15 +164,15 @@ def test_no_modules_import_each_other(trees: Trees) -> None:
 def importers(trees: Trees) -> dict[str, set[str]]:
     """For each module, below the package's root, the modules that import it, types included."""
     names = {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in trees}
-    found: dict[str, set[str]] = {name: set() for name in names}
+    result: dict[str, set[str]] = {name: set() for name in names}
     for path, tree in trees.items():
-        own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        original = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
         for _, imported in imports(path, tree):
             name = imported.removeprefix("moelight.")
             name = name if name in names else name.rpartition(".")[0]
-            if imported.startswith("moelight.") and name in names and name != own:
-                found[name].add(own)
-    return found
+            if imported.startswith("moelight.") and name in names and name != original:
+                result[name].add(original)
+    return result
 
 
 def test_a_module_for_a_single_importer_has_a_reason(trees: Trees) -> None:
@@ -218,14 +218,14 @@ def test_a_public_function_name_means_one_thing(trees: Trees) -> None:
 
 def test_no_function_body_is_longer_than_a_page(trees: Trees) -> None:
     """Signature and docstring apart: an option or an argument is a line of its own."""
-    found = {}
+    result = {}
     for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if lines > MOST_LINES:
-                    found[f"{path.relative_to(PACKAGE)}: {node.name}"] = lines
-    assert found.keys() == ONE_PROGRAM
+                    result[f"{path.relative_to(PACKAGE)}: {node.name}"] = lines
+    assert result.keys() == ONE_PROGRAM
 
 
 @pytest.mark.parametrize(

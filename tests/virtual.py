@@ -160,9 +160,14 @@ class VirtualMachine:
 
     def _append(self, task: Task, state: PassState) -> None:
         """Keys and values enter the cache in order, after the context that the device attends over was brought up."""
-        layer, j, mine = task.layer, task.micro_batch, state.shape.micro_batches[task.micro_batch]
-        if task.kind is TaskKind.ATTENTION and self._layout.context_crosses and not mine.prefill_only and mine.context:
-            (buffer,) = (each for each in task.reads if each.space == "context")
+        layer, j, selected = task.layer, task.micro_batch, state.shape.micro_batches[task.micro_batch]
+        if (
+            task.kind is TaskKind.ATTENTION
+            and self._layout.context_crosses
+            and not selected.prefill_only
+            and selected.context
+        ):
+            (buffer,) = (read for read in task.reads if read.space == "context")
             assert state.context[buffer] == (layer, j), f"{task.name} finds the context of {state.context[buffer]}"
         on_device = self._layout.attention == "gpu" and not self._layout.context_crosses
         if task.kind in (TaskKind.CPU_ATTENTION, TaskKind.STORE_KV) or (task.kind is TaskKind.ATTENTION and on_device):
@@ -185,8 +190,8 @@ class VirtualMachine:
             assert bool(errand.task.reads) != straight
         assert errand.task.kind is not TaskKind.STAGE_PAGE or not straight
         for source in errand.task.reads:
-            found = self._slots.get(self._absolute(source.space, errand.position + source.index))
-            assert found == page, f"{errand.task.name} finds {found}"
+            result = self._slots.get(self._absolute(source.space, errand.position + source.index))
+            assert result == page, f"{errand.task.name} finds {result}"
         self._slots[self._absolute(into.space, errand.position + into.index)] = page
 
     def _read_experts(self, errand: Errand) -> None:
@@ -197,11 +202,13 @@ class VirtualMachine:
         for k in self._layout.layer_pages[errand.task.layer]:
             if errand.task.experts is not None and self._layout.streamed[k].expert not in errand.task.experts:
                 continue
-            found = self._slots.get(self._absolute("ring", errand.position + k))
-            assert found == self._layout.streamed[k], f"{errand.task.name} finds {found} for {self._layout.streamed[k]}"
+            result = self._slots.get(self._absolute("ring", errand.position + k))
+            assert result == self._layout.streamed[k], (
+                f"{errand.task.name} finds {result} for {self._layout.streamed[k]}"
+            )
 
-    def _absolute(self, space: str, place: int) -> tuple[str, int]:
-        return space, place % (self._layout.ring_slots if space == "ring" else self._layout.pinned_slots)
+    def _absolute(self, space: str, position: int) -> tuple[str, int]:
+        return space, position % (self._layout.ring_slots if space == "ring" else self._layout.pinned_slots)
 
 
 _FLOW: dict[TaskKind, tuple[str, str | None]] = {

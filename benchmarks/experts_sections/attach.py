@@ -86,13 +86,13 @@ def tokens_under_policies(model: PreTrainedModel, prompts: dict[str, Tensor], sc
     ]:
         with moelight.attach(model, policy, directory=scratch) as attached:
             same = torch.equal(_greedy(model, prompts), wanted)
-            found = attached.get_stats()
+            result = attached.get_stats()
         rows.append(
             {
                 "policy": policy.stem if isinstance(policy, Path) else policy.name,
                 "equal": same,
-                "hit_rate": found["policy"]["cache"]["hit_rate"],
-                "bytes": found["placement"]["bytes"],
+                "hit_rate": result["policy"]["cache"]["hit_rate"],
+                "bytes": result["placement"]["bytes"],
             }
         )
     return rows
@@ -112,8 +112,8 @@ def speeds(
         return _decode(model, prompts, batch)
 
     measure("untouched", plain)
-    whole = CacheRules(capacity=Capacity(value=100.0, unit="percent"))
-    near = ExpertPolicy(name="all experts near", cache=whole)
+    full = CacheRules(capacity=Capacity(value=100.0, unit="percent"))
+    near = ExpertPolicy(name="all experts near", cache=full)
     for policy in (near, _quarter("lru"), _quarter("lru", per_layer=EVEN), DEFAULT_POLICY):
         with moelight.attach(model, policy, directory=scratch):
             measure(policy.name, plain)

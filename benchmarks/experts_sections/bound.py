@@ -41,11 +41,11 @@ class Clock:
     def layer(self, hits: int, missing: list[int]) -> None:
         """``hits`` experts that are near, and ``missing`` ones that are read, but for those on their way."""
         guessed = self.arrivals or {}
-        there = max((guessed[key] for key in missing if key in guessed), default=self.now)
+        present = max((guessed[key] for key in missing if key in guessed), default=self.now)
         for _ in range(sum(key not in guessed for key in missing)):
-            there = self.disk_free = max(self.disk_free, self.now) + PAGE_S
+            present = self.disk_free = max(self.disk_free, self.now) + PAGE_S
         self.arrivals = {}
-        self.now = max(self.now + hits * EXPERT_S, there) + len(missing) * EXPERT_S
+        self.now = max(self.now + hits * EXPERT_S, present) + len(missing) * EXPERT_S
 
     def fetch_ahead(self, keys: list[int], since: float) -> None:
         self.arrivals = {}
@@ -83,8 +83,8 @@ def by_default(routing: Routing, batch: int) -> tuple[float, float]:
         clock.now += LAYER_S
         routed = clock.now
         ids = routing.ids[tokens, layer].astype(np.int64)
-        found = near.choose(layer, ids, np.take_along_axis(routing.probs[tokens, layer], ids, axis=1))
-        clock.layer(len(found.hits), found.misses.tolist())
+        result = near.choose(layer, ids, np.take_along_axis(routing.probs[tokens, layer], ids, axis=1))
+        clock.layer(len(result.hits), result.misses.tolist())
         if layer + 1 < layers:
             ahead = routing.ahead["before"][tokens, layer]
             likely = np.argsort(-ahead, axis=1)[:, :top_k]
@@ -105,8 +105,8 @@ def at_best(routing: Routing, batch: int) -> tuple[float, float, float]:
     clock = Clock()
     for layer, ids in asked:
         clock.now += LAYER_S
-        found = cache.access(layer, ids[None])
-        clock.layer(len(found.hits), found.misses.tolist())
+        result = cache.access(layer, ids[None])
+        clock.layer(len(result.hits), result.misses.tolist())
     stats = cache.stats
     computing = len(asked) * LAYER_S + stats.accesses * EXPERT_S
     return clock.now, stats.hit_rate, max(computing, int(stats.misses.sum()) * PAGE_S)
@@ -114,7 +114,7 @@ def at_best(routing: Routing, batch: int) -> tuple[float, float, float]:
 
 def run(args: Any) -> dict[str, Any]:
     """The table, and its geometric means."""
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     print(f"\n{'':16}{'default':>16}{'most hits':>11}{'belady':>8}{'bound':>7}{'share':>7}", flush=True)
     for model in args.models:
         for task in ("mixed", "add"):
@@ -122,21 +122,21 @@ def run(args: Any) -> dict[str, Any]:
             for batch in args.batches:
                 plain_s = without_cache(routing, batch)
                 default_s, hits = by_default(routing, batch)
-                belady_s, most, least_s = at_best(routing, batch)
+                belady_s, maximum, least_s = at_best(routing, batch)
                 row = {
                     "default_hits": hits,
                     "default": plain_s / default_s,
-                    "most_hits": most,
+                    "most_hits": maximum,
                     "belady": plain_s / belady_s,
                     "bound": plain_s / least_s,
                     "share": least_s / default_s,
                 }
-                found[f"{model} {task} {batch}"] = row
+                result[f"{model} {task} {batch}"] = row
                 shown = "".join(f"{row[key]:{width}.{digits}f}" for key, width, digits in _COLUMNS)
                 print(f"{model + ' ' + task + ' ' + str(batch):16}{shown}", flush=True)
-    means = {key: geometric_mean(row[key] for row in found.values()) for key in next(iter(found.values()))}
+    means = {key: geometric_mean(row[key] for row in result.values()) for key in next(iter(result.values()))}
     print(f"{'geometric mean':16}{''.join(f'{means[key]:{width}.{digits}f}' for key, width, digits in _COLUMNS)}")
-    return {"cells": found, "geometric_mean": means}
+    return {"cells": result, "geometric_mean": means}
 
 
 _COLUMNS = (

@@ -38,7 +38,7 @@ def _of_files(files: list[Path]) -> dict[str, Any]:
         "median_ms": statistics.median(spent.values()),
         "slowest_ms": spent[slowest],
         "slowest": slowest,
-        "under_1_ms": sum(each <= 1.0 for each in spent.values()),
+        "under_1_ms": sum(item <= 1.0 for item in spent.values()),
     }
 
 

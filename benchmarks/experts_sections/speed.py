@@ -18,12 +18,12 @@ SINGLES, KEYS, SLOTS = 200_000, 4096, 1000
 
 def best_s(work: Callable[[], Any], rounds: int = 5) -> float:
     """Seconds of processor time of the fastest round."""
-    found = []
+    result = []
     for _ in range(rounds):
         began = time.process_time()
         work()
-        found.append(time.process_time() - began)
-    return min(found)
+        result.append(time.process_time() - began)
+    return min(result)
 
 
 def batch_us(

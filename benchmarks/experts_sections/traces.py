@@ -55,19 +55,19 @@ class Routing:
         given to the next prompt in the pass after its last token. Ends when the first place finds no prompt left."""
         waiting = iter(self.spans.tolist())
         places: list[Iterator[np.ndarray]] = [iter(()) for _ in range(batch)]
-        found: list[np.ndarray] = []
+        result: list[np.ndarray] = []
         while True:
             rows = []
-            for index, place in enumerate(places):
-                row = next(place, None)
+            for index, position in enumerate(places):
+                row = next(position, None)
                 if row is None:
                     span = next(waiting, None)
                     if span is None:
-                        return found
+                        return result
                     places[index] = _fed(*span)
                     row = next(places[index])
                 rows.append(row)
-            found.append(np.concatenate(rows))
+            result.append(np.concatenate(rows))
 
 
 def _fed(first: int, answer: int, end: int) -> Iterator[np.ndarray]:
@@ -100,12 +100,12 @@ def collect(folder: Path, prompts: list[str], longest: int = 24) -> Routing:
         parts["tokens"].append(np.array(ids))
         spans.append((at, at + answer, at + len(ids)))
         at += len(ids)
-    whole = {name: np.concatenate(values) for name, values in parts.items()}
+    full = {name: np.concatenate(values) for name, values in parts.items()}
     return Routing(
-        ids=whole["ids"],
-        probs=whole["probs"],
-        ahead={kind: whole[kind] for kind in AHEAD},
-        tokens=whole["tokens"],
+        ids=full["ids"],
+        probs=full["probs"],
+        ahead={kind: full[kind] for kind in AHEAD},
+        tokens=full["tokens"],
         spans=np.array(spans),
     )
 
@@ -116,14 +116,14 @@ def _answered(model: Any, prompts: list[list[int]], longest: int) -> list[tuple[
     lengths = defaultdict(list)
     for index, prompt in enumerate(prompts):
         lengths[len(prompt)].append(index)
-    found: list[tuple[int, list[int]]] = [(0, [])] * len(prompts)
+    result: list[tuple[int, list[int]]] = [(0, [])] * len(prompts)
     for length, indices in lengths.items():
-        given = torch.tensor([prompts[index] for index in indices])
-        out = model.generate(given, max_new_tokens=longest, do_sample=False, pad_token_id=0)
+        inputs = torch.tensor([prompts[index] for index in indices])
+        out = model.generate(inputs, max_new_tokens=longest, do_sample=False, pad_token_id=0)
         for index, row in zip(indices, out.tolist(), strict=True):
             end = row.index(EOS, length) if EOS in row[length:] else len(row) - 1
-            found[index] = (length, row[:end])
-    return found
+            result[index] = (length, row[:end])
+    return result
 
 
 class _Notes:
@@ -137,8 +137,8 @@ class _Notes:
             layer.post_attention_layernorm.register_forward_hook(self._normed)
             layer.register_forward_hook(self._left)
 
-    def _normed(self, _module: Any, given: Any, out: torch.Tensor) -> None:
-        self.seen["before"].append(given[0][0])
+    def _normed(self, _module: Any, inputs: Any, out: torch.Tensor) -> None:
+        self.seen["before"].append(inputs[0][0])
         self.seen["router"].append(out[0])
 
     def _left(self, _module: Any, _given: Any, out: Any) -> None:
@@ -150,16 +150,16 @@ class _Notes:
     def rows(self) -> dict[str, np.ndarray]:
         """Of the last forward pass. Guessing calls norms that are hooked too, so the lists are copied first."""
         seen = {kind: list(values) for kind, values in self.seen.items()}
-        given = zip(self.layers, seen["router"], strict=True)
-        probs = torch.stack([_routed(layer, row) for layer, row in given], dim=1)
-        found = {"probs": probs.numpy(), "ids": probs.topk(self.top_k, dim=-1).indices.numpy().astype(np.uint8)}
+        inputs = zip(self.layers, seen["router"], strict=True)
+        probs = torch.stack([_routed(layer, row) for layer, row in inputs], dim=1)
+        result = {"probs": probs.numpy(), "ids": probs.topk(self.top_k, dim=-1).indices.numpy().astype(np.uint8)}
         for kind in AHEAD:
             guesses = []
             for layer, row in zip(self.layers[1:], seen[kind][:-1], strict=True):
                 normed = row if kind == "router" else layer.post_attention_layernorm(row[None])[0]
                 guesses.append(_routed(layer, normed))
-            found[kind] = torch.stack(guesses, dim=1).numpy()
-        return found
+            result[kind] = torch.stack(guesses, dim=1).numpy()
+        return result
 
 
 def _routed(layer: Any, row: torch.Tensor) -> torch.Tensor:

@@ -68,20 +68,20 @@ def _policy(eviction: str, *, per_layer: bool = False, predictor: str = "none") 
 def contestants() -> dict[str, Contestant]:
     """By name."""
     static = ExpertOptions(learn=False)
-    found = {
+    result = {
         "whole layers": Contestant(experts=static, weights=NO_ROOM, schedule="flexgen"),
         "no cache": Contestant(experts=replace(static, plain=True), weights=NO_ROOM),
         "plain lru": Contestant(experts=ExpertOptions(policy=_policy("lru"), plain=True)),
         "static": Contestant(experts=static),
     }
     for eviction in ("lru", "lfu", "slru", "score", "frequency_threshold", "reuse"):
-        found[eviction] = Contestant(experts=ExpertOptions(policy=_policy(eviction)))
-    found["lru, each layer"] = Contestant(experts=ExpertOptions(policy=_policy("lru", per_layer=True)))
-    found["reuse, each layer"] = Contestant(experts=ExpertOptions(policy=_policy("reuse", per_layer=True)))
+        result[eviction] = Contestant(experts=ExpertOptions(policy=_policy(eviction)))
+    result["lru, each layer"] = Contestant(experts=ExpertOptions(policy=_policy("lru", per_layer=True)))
+    result["reuse, each layer"] = Contestant(experts=ExpertOptions(policy=_policy("reuse", per_layer=True)))
     previous = _policy("reuse", per_layer=True, predictor="previous")
-    found["reuse, each layer, previous"] = Contestant(experts=ExpertOptions(policy=previous))
-    found["default"] = Contestant(experts=ExpertOptions(policy=DEFAULT_POLICY))
-    return found
+    result["reuse, each layer, previous"] = Contestant(experts=ExpertOptions(policy=previous))
+    result["default"] = Contestant(experts=ExpertOptions(policy=DEFAULT_POLICY))
+    return result
 
 
 def workloads(prompts: int) -> dict[str, list[str]]:
@@ -147,7 +147,7 @@ def compare(
 
 def run(args: Any) -> dict[str, Any]:
     """The table, and the two ratios that matter for each cell."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     names = contestants()
     if args.contestants:
         names = {name: names[name] for name in args.contestants}
@@ -156,22 +156,22 @@ def run(args: Any) -> dict[str, Any]:
         for work, prompts in workloads(args.prompts).items():
             for batch in args.batches:
                 cell = compare(folder, prompts, batch, names, args.rounds)
-                found[f"{model} {work} {batch}"] = cell
+                result[f"{model} {work} {batch}"] = cell
                 _print(f"{model}, {work}, batch {batch}", cell)
-    return {"cells": found, "ratios": _ratios(found)}
+    return {"cells": result, "ratios": _ratios(result)}
 
 
 def _ratios(cells: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for other in ("plain lru", "lru", "no cache", "whole layers"):
-        each = {
+        item = {
             name: cell["default"]["tokens_per_s"] / cell[other]["tokens_per_s"]
             for name, cell in cells.items()
             if other in cell and "default" in cell
         }
-        if each:
-            found[f"default over {other}"] = {**each, "geometric mean": geometric_mean(each.values())}
-    return found
+        if item:
+            result[f"default over {other}"] = {**item, "geometric mean": geometric_mean(item.values())}
+    return result
 
 
 def _print(title: str, cell: Mapping[str, Mapping[str, float]]) -> None:
@@ -180,10 +180,10 @@ def _print(title: str, cell: Mapping[str, Mapping[str, float]]) -> None:
         flush=True,
     )
     plain = cell.get("plain lru", next(iter(cell.values())))["tokens_per_s"]
-    for name, each in cell.items():
-        guesses = f"{each['guesses_useful']:.0f}/{each['guesses']:.0f}"
+    for name, item in cell.items():
+        guesses = f"{item['guesses_useful']:.0f}/{item['guesses']:.0f}"
         print(
-            f"{name:30}{each['tokens_per_s']:8.1f}{each['tokens_per_s'] / plain:7.2f}{each['hit_rate']:6.2f}"
-            f"{each['read_mb']:8.0f}{each['disk_busy']:6.2f}{guesses:>12}{each['found_in_ring']:6.0f}",
+            f"{name:30}{item['tokens_per_s']:8.1f}{item['tokens_per_s'] / plain:7.2f}{item['hit_rate']:6.2f}"
+            f"{item['read_mb']:8.0f}{item['disk_busy']:6.2f}{guesses:>12}{item['found_in_ring']:6.0f}",
             flush=True,
         )

@@ -31,7 +31,7 @@ def first_hit_rate(model: Path, prompts: list[str], batch: int, experts: ExpertO
 
 def run(args: Any) -> dict[str, Any]:
     """Cold against warm, learned on one half of the prompts and used on the other; and the cost where all fit."""
-    found: dict[str, Any] = {"first_64_tokens": {}, "all_fit": {}}
+    result: dict[str, Any] = {"first_64_tokens": {}, "all_fit": {}}
     for model in args.models:
         folder = model_of(model, args.scratch)
         for work, prompts in workloads(2 * args.prompts).items():
@@ -43,14 +43,14 @@ def run(args: Any) -> dict[str, Any]:
                 engine.save_expert_profile(profile)
             for batch in args.batches:
                 rates = [
-                    first_hit_rate(folder, prompts[half:], batch, each)
-                    for each in (ExpertOptions(), ExpertOptions(profile=profile))
+                    first_hit_rate(folder, prompts[half:], batch, item)
+                    for item in (ExpertOptions(), ExpertOptions(profile=profile))
                 ]
-                found["first_64_tokens"][f"{model} {work} {batch}"] = {"cold": rates[0], "warm": rates[1]}
+                result["first_64_tokens"][f"{model} {work} {batch}"] = {"cold": rates[0], "warm": rates[1]}
                 cold, warm = (f"{rate:.3f}" for rate in rates)
                 print(f"{model}, {work}, batch {batch}: first {FIRST_TOKENS} tokens' hits {cold} -> {warm}")
-        found["all_fit"][model] = all_fit(folder, workloads(args.prompts)["mixed"], args.rounds)
-    return found
+        result["all_fit"][model] = all_fit(folder, workloads(args.prompts)["mixed"], args.rounds)
+    return result
 
 
 def all_fit(model: Path, prompts: list[str], rounds: int) -> dict[str, float]:
@@ -72,7 +72,7 @@ def all_fit(model: Path, prompts: list[str], rounds: int) -> dict[str, float]:
             with Engine(policy, experts=experts) as engine:
                 engine.generate(prompts, SamplingParams(max_tokens=NEW))
                 seen[name].append(engine.stats.tokens_per_s)
-    found = {name: median(each) for name, each in seen.items()}
-    ratios = {name: each / found["none"] for name, each in found.items()}
+    result = {name: median(item) for name, item in seen.items()}
+    ratios = {name: item / result["none"] for name, item in result.items()}
     print(f"all experts near: {', '.join(f'{name} {ratio:.3f}' for name, ratio in ratios.items())}")
     return ratios

@@ -32,7 +32,7 @@ def load(task: Task) -> Generate:
         max_memory={"cpu": CPU_MEMORY},
         offload_folder=str(offload),
     ).eval()
-    files = [path for place in (Path(task.model), offload) for path in place.glob("*") if path.is_file()]
+    files = [path for position in (Path(task.model), offload) for path in position.glob("*") if path.is_file()]
 
     def generate(count: int) -> tuple[Ids, Facts]:
         ids = torch.tensor(task.prompts[:count])

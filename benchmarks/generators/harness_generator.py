@@ -37,8 +37,8 @@ def main() -> None:
         before, began, used = _generated(lm), time.perf_counter(), _cpu_s()
         answers = answer(requests, disable_tqdm=True)
         wall_s, cpu_s, new = time.perf_counter() - began, _cpu_s() - used, _generated(lm) - before
-        said = {"seconds": wall_s, "cores": cpu_s / wall_s, "answers": answers}
-        print(json.dumps({**said, "tokens": {**_prompt_tokens(lm, asked), "new": new}}), file=out)
+        message = {"seconds": wall_s, "cores": cpu_s / wall_s, "answers": answers}
+        print(json.dumps({**message, "tokens": {**_prompt_tokens(lm, asked), "new": new}}), file=out)
 
 
 def _ours(task: dict[str, Any]) -> Any:

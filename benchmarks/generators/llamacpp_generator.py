@@ -24,7 +24,7 @@ def load(task: Task) -> Generate:
         sizes = {"-c": context, "-npp": prompt, "-ntg": new - 1, "-npl": count, "-t": task.threads, "-tb": task.threads}
         step = task.options.get("ubatch", 512)
         command = [task.options["bench"], "-m", task.options["gguf"], "-b", max(2048, step), "-ub", step]
-        command += [each for pair in sizes.items() for each in pair]
+        command += [item for pair in sizes.items() for item in pair]
         command += ["-kvu"] if task.options.get("unified") else []
         done = subprocess.run(
             [*map(str, command), "--output-format", "jsonl"], check=True, stdout=subprocess.PIPE, text=True

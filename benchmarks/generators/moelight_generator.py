@@ -61,7 +61,7 @@ def load(task: Task) -> Generate:
             **_lanes(watched, min(count, engine.policy.batch_size)),
             **resident.facts(),
         }
-        return [list(each.token_ids) for each in sorted(done, key=lambda each: each.index)], facts
+        return [list(item.token_ids) for item in sorted(done, key=lambda item: item.index)], facts
 
     return generate
 

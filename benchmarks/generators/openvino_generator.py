@@ -35,8 +35,8 @@ def load(task: Task) -> Generate:
     prompts = [openvino.Tensor(np.array([ids], dtype=np.int64)) for ids in task.prompts]
 
     def generate(count: int) -> tuple[Ids, Facts]:
-        found = pipeline.generate(prompts[:count], [how] * count)
-        return [list(each.m_generation_ids[0]) for each in found], {}
+        result = pipeline.generate(prompts[:count], [how] * count)
+        return [list(item.m_generation_ids[0]) for item in result], {}
 
     return generate
 

@@ -37,8 +37,8 @@ def load(task: Task) -> Generate:
     prompts = [{"prompt_token_ids": ids} for ids in task.prompts]
 
     def generate(count: int) -> tuple[Ids, Facts]:
-        found = engine.generate(prompts[:count], how, use_tqdm=False)
-        return [list(each.outputs[0].token_ids) for each in found], {}
+        result = engine.generate(prompts[:count], how, use_tqdm=False)
+        return [list(item.outputs[0].token_ids) for item in result], {}
 
     return generate
 

@@ -49,9 +49,9 @@ def run(setting: Setting) -> None:
 
 def cards() -> list[dict[str, str]]:
     """What ``nvidia-smi`` says of every card; none where it is absent."""
-    said = _said("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    message = _said("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     return [
-        dict(zip(_FIELDS, (value.strip() for value in line.split(",")), strict=False)) for line in said.splitlines()
+        dict(zip(_FIELDS, (value.strip() for value in line.split(",")), strict=False)) for line in message.splitlines()
     ]
 
 
@@ -59,9 +59,9 @@ def card_name(device: str) -> str:
     """The name of the card, for the report's own name: ``twin``, or what ``nvidia-smi`` calls the one of ``device``."""
     if device.startswith("twin"):
         return "twin"
-    found, index = cards(), device.partition(":")[2]
+    result, index = cards(), device.partition(":")[2]
     number = int(index) if index.isdecimal() else 0
-    return found[number]["name"] if number < len(found) else device
+    return result[number]["name"] if number < len(result) else device
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
@@ -110,18 +110,18 @@ def main() -> None:
     """Print what torch sees, as JSON."""
     import torch
 
-    found: dict[str, Any] = {"cuda": torch.version.cuda, "hip": torch.version.hip, "cards": []}
+    result: dict[str, Any] = {"cuda": torch.version.cuda, "hip": torch.version.hip, "cards": []}
     for number in range(torch.cuda.device_count()):
-        each = torch.cuda.get_device_properties(number)
-        found["cards"].append(
+        item = torch.cuda.get_device_properties(number)
+        result["cards"].append(
             {
-                "name": each.name,
-                "capability": f"{each.major}.{each.minor}",
-                "bytes": each.total_memory,
-                "multiprocessors": each.multi_processor_count,
+                "name": item.name,
+                "capability": f"{item.major}.{item.minor}",
+                "bytes": item.total_memory,
+                "multiprocessors": item.multi_processor_count,
             }
         )
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ def goals(parts: Parts, *, fast: bool = True) -> list[Goal]:
     return [*_right(parts), *_sturdy(parts), *([*_fast(parts), *_scaled(parts)] if fast else [])]
 
 
-def _goal(goal: str, found: str, met: bool) -> Goal:
-    return {"goal": goal, "found": found, "met": met}
+def _goal(goal: str, result: str, met: bool) -> Goal:
+    return {"goal": goal, "found": result, "met": met}
 
 
 def _right(parts: Parts) -> Iterator[Goal]:
@@ -38,12 +38,12 @@ def _right(parts: Parts) -> Iterator[Goal]:
     if exact:
         same = sum(row.get("identical", False) for row in exact)
         yield _goal("float32 tokens in every order are the CPU's", f"{same} of {len(exact)} orders", same == len(exact))
-    for name, what in (("tests", "tests marked gpu pass"), ("streams", "tokens stay under random sleeps")):
-        found = parts.get(name, {})
-        if "tests" in found and "note" not in found:  # a twin runs some of them
-            runs = (found, found.get("uncached", {}))
+    for name, label in (("tests", "tests marked gpu pass"), ("streams", "tokens stay under random sleeps")):
+        result = parts.get(name, {})
+        if "tests" in result and "note" not in result:  # a twin runs some of them
+            runs = (result, result.get("uncached", {}))
             bad = sum(run.get("failed", 0) + run.get("crashed", 0) for run in runs)
-            yield _goal(what, f"{found['passed']} passed, {bad} did not", bad == 0 and found["passed"] > 0)
+            yield _goal(label, f"{result['passed']} passed, {bad} did not", bad == 0 and result["passed"] > 0)
 
 
 def _fast(parts: Parts) -> Iterator[Goal]:
@@ -58,8 +58,8 @@ def _fast(parts: Parts) -> Iterator[Goal]:
         if row["run"].startswith("cgopipe") and link_binds(row):
             yield _link_goal(name, link(row)["busy_share"], link(row)["share_of_pinned"])
         if "launches" in calls:
-            each, waits = calls["launches_per_layer_and_micro_batch"], calls["waits"]
-            yield _goal(f"{name}: at most 20 launches a layer and micro-batch", f"{each:.1f}", each <= 20)
+            item, waits = calls["launches_per_layer_and_micro_batch"], calls["waits"]
+            yield _goal(f"{name}: at most 20 launches a layer and micro-batch", f"{item:.1f}", item <= 20)
             yield _goal(f"{name}: no wait for the device a layer", f"{waits:.1f} a pass", waits < calls["layers"])
     for name, report, row in contestants(parts.get("small-card", {})):
         if row["contestant"] != "cgopipe" or name not in _CAPS:
@@ -72,7 +72,7 @@ def _fast(parts: Parts) -> Iterator[Goal]:
         if predicted:
             error = steady["pass_s"] / predicted - 1
             yield _goal(f"small card {name}: predicted pass within 10 %", f"{error:+.1%}", abs(error) <= 0.1)
-        theirs = [each for each in report["rows"] if each["contestant"] == "accelerate" and each.get("tokens_per_s")]
+        theirs = [item for item in report["rows"] if item["contestant"] == "accelerate" and item.get("tokens_per_s")]
         if theirs and row["jobs"]:
             ratio = _rate(row["jobs"][0]) / theirs[0]["tokens_per_s"]
             yield _goal(f"small card {name}: 3 x accelerate", f"{ratio:.1f} x", ratio >= 3)
@@ -87,8 +87,8 @@ def _sturdy(parts: Parts) -> Iterator[Goal]:
     least = _rows(parts, "least")
     if least:
         ran = sum("unable" not in row for row in least)
-        what = "the least device memory that a refusal names runs"
-        yield _goal(what, f"{ran} of {len(least)} orders", ran == len(least))
+        label = "the least device memory that a refusal names runs"
+        yield _goal(label, f"{ran} of {len(least)} orders", ran == len(least))
     long = parts.get("long", {})
     if "grown_bytes" in long:
         host, device = long["grown_bytes"]["host"], long["grown_bytes"]["device"]
@@ -111,13 +111,13 @@ def _scaled(parts: Parts) -> Iterator[Goal]:
         for job in row["jobs"] if setting else ():
             if job["new_tokens"] in GENERATED:
                 published = PUBLISHED[setting, "MoE-Lightning"][GENERATED.index(job["new_tokens"])]
-                what = f"MoE-Lightning, {CARDS[setting].name}, {job['new_tokens']} new tokens"
-                yield _published(what, published, CARDS[setting], ours, layers, _rate(job))
+                label = f"MoE-Lightning, {CARDS[setting].name}, {job['new_tokens']} new tokens"
+                yield _published(label, published, CARDS[setting], ours, layers, _rate(job))
         if name == "moe-gen":
             prefill = steady["prompt_tokens"] / steady["fill_s"] if steady["fill_s"] else 0.0
             decode = steady["sequences"] / steady["pass_s"]
-            for kind, found in (("prefill", prefill), ("decode", decode)):
-                yield _published(f"MoE-Gen, A5000, {kind}", MOE_GEN[kind], CARDS["A5000"], ours, layers, found)
+            for kind, result in (("prefill", prefill), ("decode", decode)):
+                yield _published(f"MoE-Gen, A5000, {kind}", MOE_GEN[kind], CARDS["A5000"], ours, layers, result)
 
 
 def scale(theirs: Card, ours: Card, layers: int) -> float:
@@ -125,9 +125,9 @@ def scale(theirs: Card, ours: Card, layers: int) -> float:
     return min(ours.link / theirs.link, ours.memory / theirs.memory) * _LAYERS / layers
 
 
-def _published(what: str, published: float, theirs: Card, ours: Card, layers: int, found: float) -> Goal:
+def _published(label: str, published: float, theirs: Card, ours: Card, layers: int, result: float) -> Goal:
     goal = published * scale(theirs, ours, layers)
-    return _goal(f"{what}: {published:.0f} tok/s published, {goal:.0f} scaled", f"{found:.0f} tok/s", found >= goal)
+    return _goal(f"{label}: {published:.0f} tok/s published, {goal:.0f} scaled", f"{result:.0f} tok/s", result >= goal)
 
 
 def _rate(job: dict[str, Any]) -> float:

@@ -111,13 +111,13 @@ def main() -> None:
     with Engine(policy, device=args.device, adapt=False, prefix_caching=False) as engine:
         vocabulary, watch = engine.profile.vocab_size, Watch()
         ids = [[3 + (31 * n + 7 * k) % (vocabulary - 3) for k in range(args.prompt)] for n in range(count)]
-        requests = [Request(index=n, token_ids=tuple(each), sampling=how) for n, each in enumerate(ids)]
+        requests = [Request(index=n, token_ids=tuple(item), sampling=how) for n, item in enumerate(ids)]
         for _ in engine.run(requests, on_pass=watch.on_pass):
             pass
         layers, micro_batches = engine.profile.num_layers, math.ceil(count / policy.micro_batch_size)
-    found = figures_of(watch.events(), PASSES, layers, micro_batches)
+    result = figures_of(watch.events(), PASSES, layers, micro_batches)
     rate = pinned_rate(find_machine(args.device), 64 << 20)
-    print(json.dumps({**found, "micro_batches": micro_batches, "layers": layers, "pinned_h2d_bytes_per_s": rate}))
+    print(json.dumps({**result, "micro_batches": micro_batches, "layers": layers, "pinned_h2d_bytes_per_s": rate}))
 
 
 if __name__ == "__main__":

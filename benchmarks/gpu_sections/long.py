@@ -41,10 +41,10 @@ def run(setting: Setting) -> None:
         model,
         lambda memory: setting.python("gpu_sections.long", model, *options, "--device-memory", memory),
     )
-    found = json.loads(ended.check().out.splitlines()[-1])
-    setting.keep(device_memory_bytes=memory, **found)
-    if found["completed"] < found["requests"]:
-        raise FailedError(f"the time was over after {found['completed']:,} of {found['requests']:,} requests")
+    result = json.loads(ended.check().out.splitlines()[-1])
+    setting.keep(device_memory_bytes=memory, **result)
+    if result["completed"] < result["requests"]:
+        raise FailedError(f"the time was over after {result['completed']:,} of {result['requests']:,} requests")
 
 
 def lines(figures: dict[str, Any]) -> list[str]:

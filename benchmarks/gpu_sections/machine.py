@@ -19,10 +19,10 @@ def run(setting: Setting) -> None:
     quick = setting.left_s < FULL_S
     options = ["--device", setting.device, "--disk-dir", setting.scratch, *(["--quick"] if quick else [])]
     ended = setting.moelight("profile", *options).check()
-    kept = re.search(r"wrote (.+\.yaml); ", ended.err)
-    if kept is None:
+    retained = re.search(r"wrote (.+\.yaml); ", ended.err)
+    if retained is None:
         raise FailedError(f"moelight profile does not say where it wrote: {ended.why}")
-    shutil.copyfile(kept[1], path)
+    shutil.copyfile(retained[1], path)
     profile = load_hardware_profile(str(path))
     setting.keep(
         quick=quick,

@@ -55,8 +55,8 @@ class Outcomes:
 
     def __init__(self, config: pytest.Config) -> None:
         self._path: Path = config.getoption("outcomes")
-        mine, of = config.getoption("shard").split("/")
-        self._mine, self._of = int(mine), int(of)
+        selected, of = config.getoption("shard").split("/")
+        self._mine, self._of = int(selected), int(of)
         self._session: pytest.Session | None = None
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -64,8 +64,8 @@ class Outcomes:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        known = set(read_outcomes(self._path))
-        items[:] = [item for item in items if item.nodeid not in known and self._is_mine(item.nodeid)]
+        known_names = set(read_outcomes(self._path))
+        items[:] = [item for item in items if item.nodeid not in known_names and self._is_mine(item.nodeid)]
         items.sort(key=_turn)
 
     def _is_mine(self, test: str) -> bool:
@@ -81,8 +81,8 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
             return
-        said = _end_of(report.longreprtext) if report.failed else _reason(report) if report.skipped else ""
-        self._write(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), said=said)
+        message = _end_of(report.longreprtext) if report.failed else _reason(report) if report.skipped else ""
+        self._write(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), said=message)
         if report.failed and any(words in report.longreprtext for words in LOST) and self._session is not None:
             self._session.shouldstop = "the device is lost"
 
@@ -99,12 +99,12 @@ def _turn(item: pytest.Item) -> int:
 
 def read_outcomes(path: Path) -> dict[str, dict[str, Any]]:
     """The last line of every test in ``path``: one whose outcome is ``begun`` never ended. A failure stays one."""
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         line = json.loads(text)
-        if found.get(line["test"], {}).get("outcome") != "failed":
-            found[line["test"]] = line
-    return found
+        if result.get(line["test"], {}).get("outcome") != "failed":
+            result[line["test"]] = line
+    return result
 
 
 def _end_of(text: str) -> str:

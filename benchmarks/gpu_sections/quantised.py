@@ -44,10 +44,10 @@ def ratios(figures: dict[str, Any]) -> dict[str, dict[int, float]]:
     """Seconds in 16 bits over those of each format, by rows an expert."""
     rows = figures.get("products", [])
     plain = {row["rows"]: row["seconds"] for row in rows if row["format"] == "16 bits"}
-    found: dict[str, dict[int, float]] = {}
+    result: dict[str, dict[int, float]] = {}
     for row in rows:
-        found.setdefault(row["format"], {})[row["rows"]] = plain[row["rows"]] / row["seconds"]
-    return found
+        result.setdefault(row["format"], {})[row["rows"]] = plain[row["rows"]] / row["seconds"]
+    return result
 
 
 def lines(figures: dict[str, Any]) -> list[str]:

@@ -106,10 +106,10 @@ class Setting:
         """Add to the part's ``rows``."""
         self.keep(rows=[*self.figures.get("rows", []), row])
 
-    def need_card(self, why: str) -> None:
+    def need_card(self, reason: str) -> None:
         """Raise NeedsCardError on a twin."""
         if self.twin:
-            raise NeedsCardError(f"needs a card: {why}")
+            raise NeedsCardError(f"needs a card: {reason}")
 
     def moelight(self, *arguments: object, limit_s: float = 1e9) -> Ended:
         """``moelight`` with ``arguments``."""
@@ -123,19 +123,21 @@ class Setting:
         seconds = min(limit_s, self.left_s)
         if seconds < _LEAST_S:
             raise TimeOverError("no time was left to start it")
-        kept = {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE, str(ROOT / "build" / "gpu" / "cache"))}
-        ended = run_module(module, [str(each) for each in arguments], seconds, {**kept, **(environment or {})})
+        retained = {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE, str(ROOT / "build" / "gpu" / "cache"))}
+        ended = run_module(
+            module, [str(argument) for argument in arguments], seconds, {**retained, **(environment or {})}
+        )
         self.log(f"$ python -m {module} {' '.join(map(str, arguments))}", ended)
         return ended
 
     def log(self, head: str, ended: Ended | None = None) -> None:
         """Append to the log: one line, and what a program said."""
-        said = ""
+        message = ""
         if ended is not None:
             texts = (text[-_LONGEST_OUTPUT:].rstrip() for text in (ended.out, ended.err))
-            said = "".join(f"{text}\n" for text in texts if text) + f"[{ended.code}, {ended.seconds:.1f} s]\n"
+            message = "".join(f"{text}\n" for text in texts if text) + f"[{ended.code}, {ended.seconds:.1f} s]\n"
         with _LOG_LOCK, (self.results / "gpu.log").open("a", encoding="utf-8") as file:
-            file.write(f"{head}\n{said}")
+            file.write(f"{head}\n{message}")
 
     def keep_trace(self, trace: Path, name: str) -> None:
         """Put ``trace`` into the report's ``traces.tar``, compressed."""

@@ -79,14 +79,14 @@ def with_enough(setting: Setting, model: Path, start: Callable[[str], Ended]) ->
 
 def generate(setting: Setting, model: Path, order: str, memory: str, count: int, new: int, key: str) -> Ended:
     """``moelight generate`` without changes of the plan while it runs; stats and trace lie under ``key``."""
-    place = setting.scratch / key
+    position = setting.scratch / key
     files = [
         "-o",
-        f"{place}.out.jsonl",
+        f"{position}.out.jsonl",
         "--stats",
-        f"{place}.stats.json",
+        f"{position}.stats.json",
         "--trace",
-        f"{place}.trace.json",
+        f"{position}.trace.json",
         "--restart",
     ]
     options = ["-m", model, "--device", setting.device, "--schedule", order, "--device-memory", memory, "--no-adapt"]
@@ -105,7 +105,7 @@ def least_memory(ended: Ended) -> str | None:
 def measured_row(setting: Setting, model: Path, name: str) -> dict[str, Any]:
     """One run of `RUNS`: planned, carried out, and compared with its plan."""
     count, new = (4, 4) if setting.small else (256, 48)
-    place = setting.scratch / f"{model.name}-{name}"
+    position = setting.scratch / f"{model.name}-{name}"
     row: dict[str, Any] = {"model": model.name, "run": name, "batch_size": count}
     try:
         ended, row["device_memory_bytes"] = with_enough(
@@ -113,18 +113,25 @@ def measured_row(setting: Setting, model: Path, name: str) -> dict[str, Any]:
         )
         ended.check()
         words = _words(setting)
-        files = ["-o", f"{place}.out.jsonl", "--stats", f"{place}.stats.json", "--trace", f"{place}.trace.json"]
-        options = ["--policy", f"{place}.yaml", "--device", setting.device, "--max-tokens", new, "--ignore-eos"]
+        files = [
+            "-o",
+            f"{position}.out.jsonl",
+            "--stats",
+            f"{position}.stats.json",
+            "--trace",
+            f"{position}.trace.json",
+        ]
+        options = ["--policy", f"{position}.yaml", "--device", setting.device, "--max-tokens", new, "--ignore-eos"]
         setting.moelight("generate", write_rows(setting, count, words), *files, *options, "--restart").check()
-        report = json.loads(setting.moelight("report", f"{place}.trace.json", "--json").check().out)
+        report = json.loads(setting.moelight("report", f"{position}.trace.json", "--json").check().out)
     except TimeOverError:
         raise
     except FailedError as error:
         return row | {"unable": str(error)}
-    trace = Path(f"{place}.trace.json")
+    trace = Path(f"{position}.trace.json")
     if name in _TRACED and trace.stat().st_size < _LONGEST_TRACE:
-        setting.keep_trace(trace, place.name)
-    stats = json.loads(Path(f"{place}.stats.json").read_text())
+        setting.keep_trace(trace, position.name)
+    stats = json.loads(Path(f"{position}.stats.json").read_text())
     figures = ("load_s", "wall_s", "tokens_per_s", "device_peak_bytes", "peak_rss_bytes", "counts")
     policy = json.loads(trace.read_text())["otherData"]["policy"]
     return row | {"policy": policy, "report": report, **{figure: stats[figure] for figure in figures}}
@@ -150,8 +157,8 @@ def _counted(setting: Setting, row: dict[str, Any]) -> dict[str, Any]:
     ended = setting.python("gpu_sections.launches", policy, "--device", setting.device, limit_s=60)
     if ended.code != 0:
         return {"unable": ended.why}
-    found: dict[str, Any] = json.loads(ended.out.splitlines()[-1])
-    return found if found["calls"] else {"unable": "the profiler saw no call of CUDA"}
+    result: dict[str, Any] = json.loads(ended.out.splitlines()[-1])
+    return result if result["calls"] else {"unable": "the profiler saw no call of CUDA"}
 
 
 def link_binds(row: dict[str, Any]) -> bool:

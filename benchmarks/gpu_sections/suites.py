@@ -31,13 +31,13 @@ def run(setting: Setting) -> None:
     shards = max(1, min(_MOST_SHARDS, (os.cpu_count() or 1) // 4))
     if setting.twin:
         setting.keep(note="needs a card: tests marked gpu; these are some that Triton interprets")
-        found = run_tests(setting, "kernels", [*kernel_files(), "-k", "interpreted and test_route"])
+        result = run_tests(setting, "kernels", [*kernel_files(), "-k", "interpreted and test_route"])
     else:
-        found = run_tests(setting, "kernels", kernel_files(), shards=shards)
-        setting.keep(**summary(found))
+        result = run_tests(setting, "kernels", kernel_files(), shards=shards)
+        setting.keep(**summary(result))
         others = [name for name in marked_files() if name not in kernel_files()]
-        found |= run_tests(setting, "others", [*others, "-m", "gpu"], shards=shards)
-    setting.keep(**summary(found))
+        result |= run_tests(setting, "others", [*others, "-m", "gpu"], shards=shards)
+    setting.keep(**summary(result))
 
 
 def stress(setting: Setting) -> None:
@@ -49,10 +49,10 @@ def stress(setting: Setting) -> None:
         setting.keep(note="on a twin, whose streams are the host's threads")
     else:
         uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        found = run_tests(
+        result = run_tests(
             setting, "uncached", [_TOKENS, "-k", keyword], environment=uncached, seconds=setting.left_s / 3
         )
-        setting.keep(uncached=summary(found))
+        setting.keep(uncached=summary(result))
     options = [_TOKENS, "-k", keyword, "--turns", str(few), "--jitter", "1"]
     setting.keep(**summary(run_tests(setting, "jittered", options)))
 
@@ -65,8 +65,8 @@ def kernel_files() -> list[str]:
 def marked_files() -> list[str]:
     """The files with tests marked `gpu`, kernels first, then what stands on them. Others are not collected: they may
     need libraries that a card's machine has not."""
-    found = [name for name in _test_files("tests/**/test_*.py") if "mark.gpu" in (ROOT / name).read_text("utf-8")]
-    return sorted(found, key=lambda name: not name.startswith(_FIRST))
+    result = [name for name in _test_files("tests/**/test_*.py") if "mark.gpu" in (ROOT / name).read_text("utf-8")]
+    return sorted(result, key=lambda name: not name.startswith(_FIRST))
 
 
 def _test_files(pattern: str) -> list[str]:
@@ -88,19 +88,19 @@ def run_tests(
     def shard(number: int) -> dict[str, dict[str, Any]]:
         path = setting.scratch / f"{name}-{number}.outcomes.jsonl"
         path.unlink(missing_ok=True)
-        own = ["-p", "gpu_sections.outcomes", "--outcomes", str(path), "--shard", f"{number}/{shards}"]
+        original = ["-p", "gpu_sections.outcomes", "--outcomes", str(path), "--shard", f"{number}/{shards}"]
         for _ in range(_MOST_RESTARTS):
             before = len(read_outcomes(path))
             limit_s = setting.left_s - until_s
             if limit_s < 1:
                 break
-            arguments = [*_OUR_OPTIONS, "-p", "no:cacheprovider", *own, *options]
+            arguments = [*_OUR_OPTIONS, "-p", "no:cacheprovider", *original, *options]
             ended = setting.python("pytest", *arguments, limit_s=limit_s, environment={**_ALONE, **(environment or {})})
-            found = read_outcomes(path)
-            _close(path, found, ended.why if ended.code is not None else "cut")
+            result = read_outcomes(path)
+            _close(path, result, ended.why if ended.code is not None else "cut")
             if ended.code in _RUNS or ended.code is None:
                 break
-            if len(found) == before:
+            if len(result) == before:
                 _append(path, {"test": f"pytest, shard {number}", "outcome": "failed", "said": ended.why})
                 break
         return read_outcomes(path)
@@ -111,11 +111,11 @@ def run_tests(
         return {test: line for part in pool.map(shard, range(shards)) for test, line in part.items()}
 
 
-def _close(path: Path, found: dict[str, dict[str, Any]], why: str) -> None:
+def _close(path: Path, result: dict[str, dict[str, Any]], reason: str) -> None:
     """Tests that began and never ended took their process with them, or were cut."""
-    for test, line in found.items():
+    for test, line in result.items():
         if line["outcome"] == "begun":
-            _append(path, {"test": test, "outcome": "cut" if why == "cut" else "crashed", "said": why})
+            _append(path, {"test": test, "outcome": "cut" if reason == "cut" else "crashed", "said": reason})
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
@@ -123,16 +123,16 @@ def _append(path: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summary(result: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Counts, the first failures with what they said, the slowest tests, and why tests were skipped."""
-    counts = Counter(line["outcome"] for line in found.values())
-    bad = [line for line in found.values() if line["outcome"] in ("failed", "crashed")]
-    ran = [line for line in found.values() if "seconds" in line]
+    counts = Counter(line["outcome"] for line in result.values())
+    bad = [line for line in result.values() if line["outcome"] in ("failed", "crashed")]
+    ran = [line for line in result.values() if "seconds" in line]
     slowest = sorted(ran, key=lambda line: -line["seconds"])[:5]
-    reasons = Counter(line["said"] for line in found.values() if line["outcome"] == "skipped")
+    reasons = Counter(line["said"] for line in result.values() if line["outcome"] == "skipped")
     return {
         **{outcome: counts[outcome] for outcome in ("passed", "failed", "crashed", "skipped", "cut")},
-        "tests": len(found),
+        "tests": len(result),
         "median_s": statistics.median(line["seconds"] for line in ran) if ran else 0.0,
         "failures": [{"test": line["test"], "said": line["said"]} for line in bad[:_MOST_FAILURES]],
         "slowest": [{"test": line["test"], "seconds": line["seconds"]} for line in slowest],
@@ -143,11 +143,11 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def lines(figures: dict[str, Any]) -> list[str]:
     """For the summary."""
     told = [figures["note"]] if "note" in figures else []
-    for name, found in (("", figures), ("without the caching of device memory: ", figures.get("uncached", {}))):
-        if "tests" in found:
+    for name, result in (("", figures), ("without the caching of device memory: ", figures.get("uncached", {}))):
+        if "tests" in result:
             told.append(
-                f"{name}{found['passed']} passed, {found['failed']} failed, {found['crashed']} crashed, "
-                f"{found['skipped']} skipped, {found['cut']} cut"
+                f"{name}{result['passed']} passed, {result['failed']} failed, {result['crashed']} crashed, "
+                f"{result['skipped']} skipped, {result['cut']} cut"
             )
-            told += [f"{each['test']}: {each['said']}" for each in found["failures"]]
+            told += [f"{item['test']}: {item['said']}" for item in result["failures"]]
     return told

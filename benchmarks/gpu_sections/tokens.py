@@ -57,9 +57,9 @@ def run(setting: Setting) -> None:
 
 def _row(setting: Setting, prompts: Path, policy: Policy, name: str, truth: list[list[int]]) -> dict[str, Any]:
     row: dict[str, Any] = {"run": name}
-    key = "".join(each if each.isalnum() else "-" for each in name)
+    key = "".join(item if item.isalnum() else "-" for item in name)
     try:
-        found = _tokens(setting, prompts, policy, setting.device, key)
+        result = _tokens(setting, prompts, policy, setting.device, key)
         stats = json.loads((setting.scratch / f"{key}.stats.json").read_text())
         report = setting.moelight("report", setting.scratch / f"{key}.trace.json", "--json").check()
     except TimeOverError:
@@ -68,8 +68,8 @@ def _row(setting: Setting, prompts: Path, policy: Policy, name: str, truth: list
         return row | {"unable": str(error)}
     lanes = json.loads(report.out)["lanes"]
     return row | {
-        "identical": found == truth,
-        "identical_rows": sum(mine == other for mine, other in zip(found, truth, strict=True)),
+        "identical": result == truth,
+        "identical_rows": sum(selected == other for selected, other in zip(result, truth, strict=True)),
         "rows": len(truth),
         "load_s": stats["load_s"],
         "wall_s": stats["wall_s"],
@@ -80,11 +80,11 @@ def _row(setting: Setting, prompts: Path, policy: Policy, name: str, truth: list
 
 def _tokens(setting: Setting, prompts: Path, policy: Policy, device: str, key: str) -> list[list[int]]:
     """Token ids of every row, as the command line writes them."""
-    place = setting.scratch / key
-    place.with_suffix(".yaml").write_text(policy_text(policy), encoding="utf-8")
-    out = place.with_suffix(".out.jsonl")
-    files = ["--policy", place.with_suffix(".yaml"), "-o", out, "--stats", f"{place}.stats.json"]
-    options = ["--trace", f"{place}.trace.json", "--device", device, "--max-tokens", "4" if setting.small else "16"]
+    position = setting.scratch / key
+    position.with_suffix(".yaml").write_text(policy_text(policy), encoding="utf-8")
+    out = position.with_suffix(".out.jsonl")
+    files = ["--policy", position.with_suffix(".yaml"), "-o", out, "--stats", f"{position}.stats.json"]
+    options = ["--trace", f"{position}.trace.json", "--device", device, "--max-tokens", "4" if setting.small else "16"]
     setting.moelight("generate", prompts, *files, *options, "--ignore-eos", "--token-ids", "--restart").check()
     return [json.loads(line)["token_ids"] for line in out.read_text().splitlines()]
 

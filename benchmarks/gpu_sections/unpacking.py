@@ -101,7 +101,7 @@ def tables(
 
 def seconds_of(work: Callable[[int], Any], device: torch.device, rounds: int, first: int) -> float:
     """Median seconds of ``work``, by number; the ``first`` rounds, which compile, do not count."""
-    found = []
+    result = []
     for number in range(first + rounds):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -109,8 +109,8 @@ def seconds_of(work: Callable[[int], Any], device: torch.device, rounds: int, fi
         work(number)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - began)
-    return statistics.median(found[first:])
+        result.append(time.perf_counter() - began)
+    return statistics.median(result[first:])
 
 
 def layer_seconds(
@@ -137,7 +137,7 @@ def tried(layers: list[ExpertTable], rows: int, device: torch.device, dtype: tor
         sides = dict(zip(SIDES, values, strict=True))
         if sides["rows"] > max(16, 2 * rows):
             continue
-        tiles.choose_integers = lambda *given, sides=sides, **options: replace(usual(*given, **options), **sides)
+        tiles.choose_integers = lambda *inputs, sides=sides, **options: replace(usual(*inputs, **options), **sides)
         try:
             seconds = layer_seconds(layers, rows, device, dtype, 5, 2)
         except Exception as error:  # noqa: BLE001 - a tile that does not fit the card is none
@@ -154,13 +154,13 @@ def search(
     """Print what was tried at each number of rows, fastest first, until ``limit_s`` have passed."""
     layers, began = tables(form, sizes, device, dtype, "int8"), time.monotonic()
     for rows in ROWS[1:]:
-        found = []
-        for each in tried(layers, rows, device, dtype):
-            found.append(each)
+        result = []
+        for item in tried(layers, rows, device, dtype):
+            result.append(item)
             if time.monotonic() - began > limit_s:
                 break
-        best = sorted((each for each in found if "seconds" in each), key=lambda each: each["seconds"])
-        print(json.dumps({"format": form, "rows": rows, "tried": len(found), "in force": found[0], "best": best[:5]}))
+        best = sorted((item for item in result if "seconds" in item), key=lambda item: item["seconds"])
+        print(json.dumps({"format": form, "rows": rows, "tried": len(result), "in force": result[0], "best": best[:5]}))
         sys.stdout.flush()
     return 0
 
@@ -175,7 +175,7 @@ def main() -> int:
     args = parser.parse_args()
     device = find_machine(args.device).device
     sizes = SMALL if args.small else (EXPERTS, HIDDEN, WIDTH, COPIES)
-    dtype, found = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16, []
+    dtype, result = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16, []
     if args.tiles:
         return search(args.tiles, sizes, device, dtype, args.limit)
     rounds, first = (1, 0) if args.small else (10, 2)
@@ -187,10 +187,10 @@ def main() -> int:
             if time.monotonic() - began > args.limit:
                 break
             seconds = layer_seconds(layers, rows, device, dtype, rounds, first)
-            found.append({"format": name, "rows": rows, "seconds": seconds})
+            result.append({"format": name, "rows": rows, "seconds": seconds})
         del layers
-    kernel, why = expert_kernel(device, dtype, 1, plain=False)
-    print(json.dumps({"kernel": kernel, "why": why, "sizes": sizes, "products": found}))
+    kernel, reason = expert_kernel(device, dtype, 1, plain=False)
+    print(json.dumps({"kernel": kernel, "why": reason, "sizes": sizes, "products": result}))
     return 0
 
 

@@ -40,19 +40,19 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def _case(name: str, lengths: list[int], setting: Setting) -> Case:
-    numbers = 2 * KV_HEADS * DIM * sum(lengths)
+    values = 2 * KV_HEADS * DIM * sum(lengths)
     context = Context(lengths, setting)
     asked = {"lengths": lengths, "heads": HEADS, "block": BLOCK, "gib": setting.gib}
     ragged, usual = len(set(lengths)) > 1, lengths[0] in {512, 2048}
     return Case(
         name=name,
         contenders=[
-            Contender(name="moelight", make=context.ours, nbytes=2 * numbers, share_bar=0.90 if usual else 0.0),
-            Contender(name="moelight in order", make=context.ours_in_order, nbytes=2 * numbers),
+            Contender(name="moelight", make=context.ours, nbytes=2 * values, share_bar=0.90 if usual else 0.0),
+            Contender(name="moelight in order", make=context.ours_in_order, nbytes=2 * values),
             Contender(
                 name="moelight int8",
                 make=context.ours_int8,
-                nbytes=numbers + 4 * numbers / DIM,
+                nbytes=values + 4 * values / DIM,
                 over="moelight",
                 ratio_bar=1.7,
             ),
@@ -60,7 +60,7 @@ def _case(name: str, lengths: list[int], setting: Setting) -> Case:
             Contender(name="torch SDPA each", make=context.each, ratio_bar=1.3 if ragged else 0.0),
             Contender(name="vLLM", make=partial(setting.vllm.timed, "decode", asked), ratio_bar=1.0),
             Contender(name="IPEX", make=partial(setting.ipex.timed, "decode", asked)),
-            Contender(name="the link", make=lambda: lambda times: times * 2 * numbers / LINK_BYTES_PER_S),
+            Contender(name="the link", make=lambda: lambda times: times * 2 * values / LINK_BYTES_PER_S),
         ],
     )
 

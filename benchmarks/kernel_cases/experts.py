@@ -34,13 +34,13 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 def _case(name: str, shape: tuple[int, int, int], rows: int, setting: Setting) -> Case:
     layer = Layer(shape, rows, setting)
-    numbers = 3 * shape[0] * shape[1] * shape[2]
+    values = 3 * shape[0] * shape[1] * shape[2]
     moved = 4 * shape[2] * rows * shape[0]  # tokens in and out
-    flop = 2 * numbers * rows
+    flop = 2 * values * rows
     asked = {"shape": shape, "rows": rows, "gib": setting.gib}
     middle = MIDDLE[0] <= rows <= MIDDLE[1]
     contenders = [
-        Contender(name="moelight", make=layer.ours, nbytes=2 * numbers + moved, flop=flop, share_bar=0.85),
+        Contender(name="moelight", make=layer.ours, nbytes=2 * values + moved, flop=flop, share_bar=0.85),
         Contender(name="torch grouped_mm", make=layer.grouped, ratio_bar=2.0),
         Contender(name="torch linear loop", make=layer.loop),
         Contender(name="vLLM", make=partial(setting.vllm.timed, "experts", asked), ratio_bar=1.2 if middle else 1.0),
@@ -96,8 +96,8 @@ class Layer:
 
         def once() -> None:
             for e, (gate_up, down) in enumerate(zip(*self.weights[next(turn)], strict=True)):
-                mine = slice(e * self.rows, (e + 1) * self.rows)
-                gate, up = functional.linear(self.x[mine], gate_up).chunk(2, dim=1)
-                out[mine] = functional.linear(functional.silu(gate) * up, down)
+                selected = slice(e * self.rows, (e + 1) * self.rows)
+                gate, up = functional.linear(self.x[selected], gate_up).chunk(2, dim=1)
+                out[selected] = functional.linear(functional.silu(gate) * up, down)
 
         return here(once)

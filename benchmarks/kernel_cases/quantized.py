@@ -88,9 +88,9 @@ def cases(setting: Setting) -> Iterator[Case]:
     for rows in ROWS:
         layer = Layer(SIZES, rows, setting)
         hidden, width, count = SIZES
-        numbers, moved = 3 * hidden * width * count, 4 * count * rows * hidden
-        flop = 2 * numbers * rows
-        contenders = [Contender(name="moelight", make=layer.ours, nbytes=2 * numbers + moved, flop=flop)]
+        values, moved = 3 * hidden * width * count, 4 * count * rows * hidden
+        flop = 2 * values * rows
+        contenders = [Contender(name="moelight", make=layer.ours, nbytes=2 * values + moved, flop=flop)]
         contenders.extend(
             Contender(
                 name=f"moelight {stored.name} repacked",
@@ -132,7 +132,7 @@ def _ours(stored: Format, layer: Layer, setting: Setting, activations: str, *, t
     sets, out = sets_for(_bytes(stored, layer), setting.gib), torch.empty_like(layer.x)
     layers = [[_matrices(stored, layer.count, *side) for side in _sides(layer)] for _ in range(sets)]
     if turned:
-        layers = [[[repacked(each) for each in side] for side in sides] for sides in layers]
+        layers = [[[repacked(item) for item in side] for side in sides] for sides in layers]
     turn = turns(sets)
 
     def once() -> None:
@@ -152,14 +152,14 @@ def _ours(stored: Format, layer: Layer, setting: Setting, activations: str, *, t
 def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[Matrix[Tensor]]:
     """Of random codes, and of scales that make numbers of about 0.02."""
     parts = {part.suffix: part for part in stored.tensors(rows, columns) if part.suffix in stored.names}
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for suffix, part in parts.items():
         nbytes = count * part.nbytes
         if stored.key != "ggml" and suffix == stored.names[1]:
             dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
             exponents = torch.full((count, *part.shape), 120, dtype=torch.uint8)
             dtype = dtypes.get(part.dtypes[0])
-            found[suffix] = exponents if dtype is None else torch.full((count, *part.shape), 0.002, dtype=dtype)
+            result[suffix] = exponents if dtype is None else torch.full((count, *part.shape), 0.002, dtype=dtype)
             continue
         codes = random_huge((nbytes,), torch.uint8)
         if stored.key == "ggml":
@@ -168,12 +168,12 @@ def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[Matri
                 blocks[:, at : at + 2] = torch.tensor([0.0002], dtype=torch.float16).view(torch.uint8)
         elif part.dtypes[0] == "F8_E4M3":
             codes &= 0xB7  # no number above 2^-1 or so, and no NaN
-        found[suffix] = codes.view(count, *part.shape) if part.dtypes[0] != "I32" else codes.view(torch.int32)
-        found[suffix] = found[suffix].view(count, *part.shape)
+        result[suffix] = codes.view(count, *part.shape) if part.dtypes[0] != "I32" else codes.view(torch.int32)
+        result[suffix] = result[suffix].view(count, *part.shape)
         views = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
         if part.dtypes[0] in views:
-            found[suffix] = found[suffix].view(views[part.dtypes[0]])
+            result[suffix] = result[suffix].view(views[part.dtypes[0]])
     return [
-        Matrix(stored=stored, rows=rows, columns=columns, tensors={key: each[e] for key, each in found.items()})
+        Matrix(stored=stored, rows=rows, columns=columns, tensors={key: item[e] for key, item in result.items()})
         for e in range(count)
     ]

@@ -22,12 +22,12 @@ def cases(setting: Setting) -> Iterator[Case]:
     """Qwen3-Next's heads, one row of many sequences and prompts, beside transformers' own functions in torch."""
     for batch, rows in ((16, 1), (64, 1), (8, 128)):
         work = Rows(batch, rows, setting)
-        numbers = batch * HEADS * DIM * DIM
+        values = batch * HEADS * DIM * DIM
         yield Case(
             name=f"delta rule {batch} x {rows}",
             contenders=[
                 Contender(
-                    name="moelight", make=work.ours, nbytes=8 * numbers, flop=8 * rows * numbers, numbers="float32"
+                    name="moelight", make=work.ours, nbytes=8 * values, flop=8 * rows * values, numbers="float32"
                 ),
                 Contender(name="transformers", make=work.theirs, ratio_bar=1.0),
             ],
@@ -52,14 +52,14 @@ class Rows:
         return random_huge((self.sets, self.batch, HEADS, DIM, DIM), torch.float32)
 
     def ours(self) -> Timed:
-        q, k, v, decay, beta = (each.flatten(0, 1) for each in self.given)
+        q, k, v, decay, beta = (item.flatten(0, 1) for item in self.given)
         starts = torch.tensor([*accumulate([self.rows] * self.batch, initial=0)], dtype=torch.int32)
         states, turn = self.states(), turns(self.sets)
 
         def once(at: Tensor | None = None) -> Tensor:
-            each = list(states[next(turn)] if at is None else at)
+            item = list(states[next(turn)] if at is None else at)
             return cpu_delta_rule(
-                q, k, v, decay.unsqueeze(-1), beta, each, starts, threads=self.setting.threads
+                q, k, v, decay.unsqueeze(-1), beta, item, starts, threads=self.setting.threads
             ).unflatten(0, (self.batch, self.rows))
 
         agree(once(torch.zeros_like(states[0])), self._transformers(torch.zeros_like(states[0])))

@@ -92,8 +92,8 @@ def race(case: Case, roofs: Roofs, rounds: int, turn_s: float) -> list[Row]:
     products: dict[str, list[float]] = {contender.numbers: [] for contender in case.contenders}
     for number in range(rounds):
         reads.append(roofs.read_seconds_per_byte())
-        for numbers, mine in products.items():
-            mine.append(roofs.seconds_per_flop(numbers))
+        for product, selected in products.items():
+            selected.append(roofs.seconds_per_flop(product))
         for name in timed if number % 2 == 0 else reversed(timed):
             if name not in slow or number < SLOW_ROUNDS:
                 time.sleep(PAUSE_S)
@@ -111,25 +111,25 @@ def _row(
 ) -> Row:
     if contender.name in absent:
         return Row(case=case.name, who=contender.name, unable=absent[contender.name])
-    mine = samples[contender.name]
-    took = statistics.median(mine)
-    row = Row(case=case.name, who=contender.name, ms=took * 1e3, rounds=len(mine))
+    selected = samples[contender.name]
+    took = statistics.median(selected)
+    row = Row(case=case.name, who=contender.name, ms=took * 1e3, rounds=len(selected))
     if contender.nbytes:
         row.gb_per_s = contender.nbytes / took / 1e9
     if contender.flop:
         row.gflop_per_s = contender.flop / took / 1e9
     if contender.nbytes or contender.flop:
-        row.share = _median_ratio(_roofs_s(contender, reads, products), mine)
+        row.share = _median_ratio(_roofs_s(contender, reads, products), selected)
     first = case.contenders[0].name
     if contender.over in samples and contender.over:
-        row.ratio, row.of = _median_ratio(samples[contender.over], mine), f"x {contender.over}"
+        row.ratio, row.of = _median_ratio(samples[contender.over], selected), f"x {contender.over}"
     elif contender.name != first and not contender.over and first in samples:
-        row.ratio = _median_ratio(mine, samples[first])
+        row.ratio = _median_ratio(selected, samples[first])
     if row.share and row.share < contender.share_bar:
         row.below.append(f"share < {contender.share_bar:.2f}")
     if row.ratio and row.ratio < contender.ratio_bar:
-        most = _median_ratio(mine, _roofs_s(case.contenders[0], reads, products))
-        limit = f", and the roof allows {most:.2f}" if not contender.over and most < contender.ratio_bar else ""
+        maximum = _median_ratio(selected, _roofs_s(case.contenders[0], reads, products))
+        limit = f", and the roof allows {maximum:.2f}" if not contender.over and maximum < contender.ratio_bar else ""
         row.below.append(f"ratio < {contender.ratio_bar:.1f}{limit}")
     return row
 
@@ -137,7 +137,7 @@ def _row(
 def _roofs_s(contender: Contender, reads: list[float], products: dict[str, list[float]]) -> list[float]:
     """Seconds of each round's roof, by its seconds per byte and per flop."""
     pairs = zip(reads, products[contender.numbers], strict=True)
-    return [max(contender.nbytes * each, contender.flop * flop) for each, flop in pairs]
+    return [max(contender.nbytes * pair, contender.flop * flop) for pair, flop in pairs]
 
 
 def _median_ratio(above: list[float], below: list[float]) -> float:

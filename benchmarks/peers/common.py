@@ -78,10 +78,10 @@ def block_tables(order: Tensor, blocks: list[int]) -> Tensor:
     return table
 
 
-def agree(found: Tensor, expected: Tensor) -> float:
+def agree(result: Tensor, expected: Tensor) -> float:
     """The largest difference, as a share of the largest value expected. Raises `UnableError` beyond `WORST_ERROR`."""
     expected = expected.float()
-    error = float((found.float() - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+    error = float((result.float() - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
     if not error <= WORST_ERROR:
         raise UnableError(f"its result is off by {error:.3f} of the largest value")
     return error

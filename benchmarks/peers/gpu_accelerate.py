@@ -23,8 +23,8 @@ SHARE_OF_HOST = 0.9
 
 def load(path: str, cap: int) -> Any:
     """The model with as many layers on the device as the share of ``cap`` holds, the others in host memory."""
-    _, whole = torch.cuda.mem_get_info(0)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / whole), 0)
+    _, full = torch.cuda.mem_get_info(0)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / full), 0)
     room = {0: int(SHARE_FOR_WEIGHTS * cap), "cpu": int(SHARE_OF_HOST * psutil.virtual_memory().available)}
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map="auto", max_memory=room).eval()
@@ -53,17 +53,17 @@ def main() -> None:
     args = parser.parse_args()
     began = time.perf_counter()
     model = load(args.model, args.cap)
-    load_s, found, unable = time.perf_counter() - began, dict[int, float](), dict[int, str]()
+    load_s, result, unable = time.perf_counter() - began, dict[int, float](), dict[int, str]()
     for batch in args.batches:
         try:
-            found[batch] = tokens_per_s(model, batch, args.prompt, args.new)
+            result[batch] = tokens_per_s(model, batch, args.prompt, args.new)
         except torch.OutOfMemoryError as error:
             unable[batch] = str(error)[:200]
     print(
         json.dumps(
             {
-                "tokens_per_s": max(found.values(), default=0.0),
-                "by_batch": found,
+                "tokens_per_s": max(result.values(), default=0.0),
+                "by_batch": result,
                 "unable_by_batch": unable,
                 "load_s": load_s,
                 "device_peak_bytes": torch.cuda.max_memory_reserved(0),

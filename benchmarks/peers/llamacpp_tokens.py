@@ -67,20 +67,20 @@ class Model:
         """The ``count`` most likely tokens of each prompt, one after another."""
         context = self._context(max(map(len, prompts)) + count, len(prompts))
         last = [ids[-1] for ids in self._chosen(context, [(0, ids, len(ids) - 1) for ids in prompts])]
-        found = [[token] for token in last]
+        result = [[token] for token in last]
         for _ in range(count - 1):
-            rows = [(len(prompt) + len(ids) - 1, ids[-1:], 0) for prompt, ids in zip(prompts, found, strict=True)]
-            found = [ids + chosen for ids, chosen in zip(found, self._chosen(context, rows), strict=True)]
+            rows = [(len(prompt) + len(ids) - 1, ids[-1:], 0) for prompt, ids in zip(prompts, result, strict=True)]
+            result = [ids + chosen for ids, chosen in zip(result, self._chosen(context, rows), strict=True)]
         self._lib.llama_free(context)
-        return found
+        return result
 
     def forced(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[list[int]]:
         """The most likely token at each position of ``continuations``, given all before it."""
         context = self._context(max(map(len, prompts)) + max(map(len, continuations)), len(prompts))
         pairs = zip(prompts, continuations, strict=True)
-        found = self._chosen(context, [(0, [*ids, *more[:-1]], len(ids) - 1) for ids, more in pairs])
+        result = self._chosen(context, [(0, [*ids, *more[:-1]], len(ids) - 1) for ids, more in pairs])
         self._lib.llama_free(context)
-        return found
+        return result
 
     def _context(self, length: int, sequences: int) -> Any:
         params = self._lib.llama_context_default_params()
@@ -92,7 +92,7 @@ class Model:
 
     def _chosen(self, context: Any, rows: Sequence[tuple[int, Sequence[int], int]]) -> list[list[int]]:
         """For each sequence (position, ids, first) the most likely token after each of its ids from ``first`` on."""
-        found: list[list[int]] = [[] for _ in rows]
+        result: list[list[int]] = [[] for _ in rows]
         for piece in _pieces(rows):
             batch = self._lib.llama_batch_init(len(piece), 0, 1)
             batch.n_tokens = len(piece)
@@ -103,9 +103,9 @@ class Model:
                 raise SystemExit("llama.cpp refuses a batch")
             for at, (sequence, _, _, wanted) in enumerate(piece):
                 if wanted:
-                    found[sequence].append(self._most_likely(context, at))
+                    result[sequence].append(self._most_likely(context, at))
             self._lib.llama_batch_free(batch)
-        return found
+        return result
 
     def _most_likely(self, context: Any, at: int) -> int:
         logits = ctypes.cast(self._lib.llama_get_logits_ith(context, at), ctypes.POINTER(ctypes.c_float))

@@ -36,16 +36,16 @@ def decode(case: dict[str, Any]) -> tuple[Operation, float]:
     blocks = [-(-length // BLOCK) for length in lengths]
     sets = sets_for(2 * kv_heads * dim * 2 * sum(lengths), case["gib"])
     isa = _attention_isa()
-    whole = huge((sets * sum(blocks), kv_heads, 2 * BLOCK, dim))
-    keys, values = whole.chunk(2, dim=2)
+    full = huge((sets * sum(blocks), kv_heads, 2 * BLOCK, dim))
+    keys, values = full.chunk(2, dim=2)
     k, v = (torch.randn(PATTERN_BLOCKS * BLOCK, kv_heads, dim).to(torch.bfloat16) for _ in range(2))
-    pattern = min(PATTERN_BLOCKS, len(whole))
+    pattern = min(PATTERN_BLOCKS, len(full))
     slots = torch.arange(pattern * BLOCK)
     ops.cpu_attn_reshape_and_cache(k[: len(slots)], v[: len(slots)], keys, values, slots, isa)
-    for start in range(pattern, len(whole), pattern):
-        part = whole[start : start + pattern]
-        part.copy_(whole[: len(part)])
-    tables = [block_tables(order, blocks) for order in torch.randperm(len(whole), dtype=torch.int32).view(sets, -1)]
+    for start in range(pattern, len(full), pattern):
+        part = full[start : start + pattern]
+        part.copy_(full[: len(part)])
+    tables = [block_tables(order, blocks) for order in torch.randperm(len(full), dtype=torch.int32).view(sets, -1)]
     lens = torch.tensor(lengths, dtype=torch.int32)
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
     plan = ops.cpu_attn_get_scheduler_metadata(

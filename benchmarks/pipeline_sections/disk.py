@@ -84,20 +84,20 @@ def _form(setting: Setting, work: Work, kind: str, limit: int, memory: int) -> l
     if not path.exists():
         return [{"experts": kind, "absent": f"no {path.name} beside the checkpoint; gguf_files.py makes it"}]
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    own, order = replace(work, model=path), setting.options["disk_orders"][0]
-    size = sum(each.stat().st_size for each in files)
+    original, order = replace(work, model=path), setting.options["disk_orders"][0]
+    size = sum(file.stat().st_size for file in files)
     return [
         {"experts": kind, "bytes": size, "activations": activations}
-        | measured(setting, own, files, batch, order, limit, memory, activations=activations)
+        | measured(setting, original, files, batch, order, limit, memory, activations=activations)
         for activations in setting.options["disk_activations"]
         for batch in work.batches
     ]
 
 
 def _work(setting: Setting, batches: list[int], new: int) -> Work:
-    most = max(batches)
+    maximum = max(batches)
     return random_work(
-        setting.big, [setting.options["disk_prompt"]] * most, [new] * most, sorted(batches), setting.threads
+        setting.big, [setting.options["disk_prompt"]] * maximum, [new] * maximum, sorted(batches), setting.threads
     )
 
 
@@ -114,29 +114,29 @@ def measured(
     with started(f"moelight-{order}", setting, alone, limit=limit, **options) as one:
         if isinstance(one, str):
             return row | {"absent": one}
-        found = one.generate(batch)
+        result = one.generate(batch)
         peak = one.samples.peak_rss_bytes
     roof = statistics.mean((before, direct_rate(files)))
     print(
-        f"moelight {order}, {work.model.name}, batch {batch}: {alone.tokens(batch) / found['seconds']:.1f} tok/s",
+        f"moelight {order}, {work.model.name}, batch {batch}: {alone.tokens(batch) / result['seconds']:.1f} tok/s",
         file=sys.stderr,
     )
-    disk = found["decode_lanes"].get("disk", {"busy_share": 0.0, "bytes_per_s": 0.0, "busy_bytes_per_s": 0.0})
+    disk = result["decode_lanes"].get("disk", {"busy_share": 0.0, "bytes_per_s": 0.0, "busy_bytes_per_s": 0.0})
     return row | {
-        "tokens_per_s": alone.tokens(batch) / found["seconds"],
-        "decode_tokens_per_s": found["decode_tokens"] / found["decode_s"] if found["decode_s"] else 0.0,
-        "decode_passes": found["decode_passes"],
-        "passes": found["passes"],
+        "tokens_per_s": alone.tokens(batch) / result["seconds"],
+        "decode_tokens_per_s": result["decode_tokens"] / result["decode_s"] if result["decode_s"] else 0.0,
+        "decode_passes": result["decode_passes"],
+        "passes": result["passes"],
         "disk_busy_share": disk["busy_share"],
         "disk_bytes_per_s": disk["bytes_per_s"],
         "disk_busy_bytes_per_s": disk["busy_bytes_per_s"],
         "roof_bytes_per_s": roof,
         "roof_share": disk["bytes_per_s"] / roof,
-        "lanes": found["decode_lanes"],
-        "python_share": found["python_share"],
+        "lanes": result["decode_lanes"],
+        "python_share": result["python_share"],
         "peak_rss_bytes": peak,
-        "policy": found["policy"],
-        "ids": found["ids"],
+        "policy": result["policy"],
+        "ids": result["ids"],
     }
 
 
@@ -153,24 +153,26 @@ def _peer(setting: Setting, work: Work, name: str, limit: int) -> list[dict[str,
             return [{"peer": name, "absent": one}]
         for batch in short.batches:
             try:
-                found = one.generate(batch, most_s=setting.options["peer_most_s"])
+                result = one.generate(batch, most_s=setting.options["peer_most_s"])
             except EndedError as ended:
                 rows.append({"peer": name, "batch": batch, "absent": ended.args[0]})
                 break
-            rows.append({"peer": name, "batch": batch, **_rates(found, batch, work.new_tokens[0], short.new_tokens[0])})
+            rows.append(
+                {"peer": name, "batch": batch, **_rates(result, batch, work.new_tokens[0], short.new_tokens[0])}
+            )
             print(f"{name}, batch {batch}: {rows[-1]}", file=sys.stderr)
             facts = {"load_s": one.samples.load_s, "limited": limited is not None}
-            rows[-1] |= facts | {"disk_bytes": found.get("disk_bytes"), "peak_rss_bytes": one.samples.peak_rss_bytes}
+            rows[-1] |= facts | {"disk_bytes": result.get("disk_bytes"), "peak_rss_bytes": one.samples.peak_rss_bytes}
     return rows
 
 
-def _rates(found: dict[str, Any], batch: int, new: int, short: int) -> dict[str, float]:
+def _rates(result: dict[str, Any], batch: int, new: int, short: int) -> dict[str, float]:
     """Tokens per second of decoding, and of the whole work had it been ``new`` tokens long instead of ``short``."""
-    step_s = found["decode_s"] / (short - 1)
+    step_s = result["decode_s"] / (short - 1)
     return {
-        "tokens_per_s": batch * new / (found["first_s"] + step_s * (new - 1)),
+        "tokens_per_s": batch * new / (result["first_s"] + step_s * (new - 1)),
         "decode_tokens_per_s": batch / step_s,
-        "first_s": found["first_s"],
+        "first_s": result["first_s"],
         "step_s": step_s,
     }
 
@@ -184,7 +186,7 @@ def bars(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[str, A
         return {}
     first = ours[0]["order"]
     batch = max(row["batch"] for row in ours)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         name: statistics.median(row[name] for row in ours if row["batch"] == batch)
         for name in ("disk_busy_share", "roof_share")
     }
@@ -192,16 +194,16 @@ def bars(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> dict[str, A
         order: statistics.median(row["tokens_per_s"] for row in ran if (row["order"], row["batch"]) == (order, batch))
         for order in {row["order"] for row in ran if row["batch"] == batch}
     }
-    found |= {f"over {order}": rates[first] / rate for order, rate in rates.items() if order != first}
+    result |= {f"over {order}": rates[first] / rate for order, rate in rates.items() if order != first}
     best = max(row["tokens_per_s"] for row in ours)
     best_decode = max(row["decode_tokens_per_s"] for row in ours)
     for name in sorted({row["peer"] for row in peers}):
         theirs = [row for row in peers if row["peer"] == name and "absent" not in row]
         if theirs:
-            found[f"over {name}"] = best / max(row["tokens_per_s"] for row in theirs)
-            found[f"over {name}, decoding"] = best_decode / max(row["decode_tokens_per_s"] for row in theirs)
+            result[f"over {name}"] = best / max(row["tokens_per_s"] for row in theirs)
+            result[f"over {name}, decoding"] = best_decode / max(row["decode_tokens_per_s"] for row in theirs)
     same = [row["ids"] for row in ran if row["batch"] == batch]
-    return found | {"identical_tokens": all(ids == same[0] for ids in same)}
+    return result | {"identical_tokens": all(ids == same[0] for ids in same)}
 
 
 def bars_of_forms(
@@ -227,14 +229,14 @@ def _form_name(row: dict[str, Any]) -> str:
 
 def _best(rows: list[dict[str, Any]], key: str) -> dict[str, dict[str, Any]]:
     """By ``key`` the row with most tokens a second."""
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for row in rows:
         if (
             "absent" not in row
-            and row["tokens_per_s"] > found.get(row[key], row | {"tokens_per_s": 0.0})["tokens_per_s"]
+            and row["tokens_per_s"] > result.get(row[key], row | {"tokens_per_s": 0.0})["tokens_per_s"]
         ):
-            found[row[key]] = row
-    return found
+            result[row[key]] = row
+    return result
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -246,8 +248,8 @@ def print_table(result: dict[str, Any]) -> None:
     )
     print(f"{'':32}{'batch':>6}{'tok/s':>8}{'decode':>8}{'disk busy':>11}{'GB/s':>7}{'roof':>7}{'share':>7}{'GiB':>7}")
     for row in (*result["ours"], *result["forms"]):
-        said = _form_name(row) if "experts" in row else row.get("order", "")
-        label = f"{'moelight ' + said:32}{row.get('batch', ''):>6}"
+        message = _form_name(row) if "experts" in row else row.get("order", "")
+        label = f"{'moelight ' + message:32}{row.get('batch', ''):>6}"
         if "absent" in row:
             print(f"{label}  absent: {row['absent']}")
             continue

@@ -31,16 +31,16 @@ def run(setting: Setting) -> dict[str, Any]:
         if isinstance(one, str):
             print(f"long: {model.name}: {one}")
             return {"absent": one}
-        found = one.generate(count)
+        outcome = one.generate(count)
     result = {
         "model": model.name,
         "requests": count,
         "budget_bytes": budget,
         "base_bytes": base,
-        "tokens_per_s": work.tokens(count) / found["seconds"],
-        "passes": found["passes"],
-        "policy": found["policy"],
-        **resident(found["resident_bytes"], found["peak_rss_bytes"], int(budget * 1.05) + base),
+        "tokens_per_s": work.tokens(count) / outcome["seconds"],
+        "passes": outcome["passes"],
+        "policy": outcome["policy"],
+        **resident(outcome["resident_bytes"], outcome["peak_rss_bytes"], int(budget * 1.05) + base),
     }
     print_table(result)
     return result

@@ -61,12 +61,12 @@ def run(setting: Setting) -> dict[str, Any]:
 
 
 def _row(model: str, turns: dict[str, list[dict[str, Any]]], tokens: int, bound: float) -> dict[str, Any]:
-    seconds = {name: statistics.median(turn["seconds"] for turn in found) for name, found in turns.items()}
+    seconds = {name: statistics.median(turn["seconds"] for turn in turn) for name, turn in turns.items()}
     row: dict[str, Any] = {
         "model": model,
         "tokens_per_s": {name: tokens / value for name, value in seconds.items()},
-        "passes": {name: found[-1]["passes"] for name, found in turns.items()},
-        "policy": {name: found[-1]["policy"] for name, found in turns.items()},
+        "passes": {name: turn[-1]["passes"] for name, turn in turns.items()},
+        "policy": {name: turn[-1]["policy"] for name, turn in turns.items()},
         "roof_share": {name: bound / value for name, value in seconds.items()},
     }
     if len(turns) == len(ADMISSIONS):

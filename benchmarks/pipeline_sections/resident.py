@@ -20,7 +20,7 @@ BARS = {
 def run(setting: Setting) -> dict[str, Any]:
     """Every model, one after the other."""
     batches = sorted(BARS)
-    found = []
+    outcome = []
     for model in setting.models:
         work = random_work(model, [128] * batches[-1], [32] * batches[-1], batches, setting.threads)
         result = e2e.compare(work, e2e.GROUPS, setting.places, setting.rounds, setting.scratch)
@@ -28,15 +28,16 @@ def run(setting: Setting) -> dict[str, Any]:
         result["below"] = below(result["batches"])
         for miss in result["below"]:
             print(f"  BELOW: batch {miss['batch']}: {miss['ratio']:.2f} x {miss['peer']}, wanted {miss['bar']:.2f}")
-        found.append(result)
-    return {"models": found}
+        outcome.append(result)
+    return {"models": outcome}
 
 
 def below(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The bars that are missed."""
     return [
-        {"batch": found["batch"], "peer": name, "ratio": row["moelight_ratio"], "bar": bar}
-        for found in table
-        for name, row in found["contestants"].items()
-        if (bar := BARS.get(found["batch"], {}).get(name.partition("-")[0])) is not None and row["moelight_ratio"] < bar
+        {"batch": result["batch"], "peer": name, "ratio": row["moelight_ratio"], "bar": bar}
+        for result in table
+        for name, row in result["contestants"].items()
+        if (bar := BARS.get(result["batch"], {}).get(name.partition("-")[0])) is not None
+        and row["moelight_ratio"] < bar
     ]

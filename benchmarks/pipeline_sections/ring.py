@@ -45,7 +45,7 @@ def run(setting: Setting) -> dict[str, Any]:
         "prompt_len": options["disk_prompt"],
         "new_tokens": options["disk_new"],
         "rows": [{key: value for key, value in row.items() if key != "ids"} for row in rows],
-        "resident": {batch: found["tokens_per_s"] for batch, found in resident.items()},
+        "resident": {batch: result["tokens_per_s"] for batch, result in resident.items()},
         "bars": {
             "roof_share": max((_median(ran, batch) for batch in batches), default=0.0),
             "tokens_as_resident": len(ran) == len(rows)
@@ -66,8 +66,8 @@ def _resident(setting: Setting, work: Work, batch: int) -> dict[str, Any]:
     with started("moelight-resident", setting, alone, batch_size=batch) as one:
         if isinstance(one, str):
             raise SystemExit(f"{work.model}: does not run in memory: {one}")
-        found = one.generate(batch)
-    return {"ids": found["ids"], "tokens_per_s": alone.tokens(batch) / found["seconds"]}
+        result = one.generate(batch)
+    return {"ids": result["ids"], "tokens_per_s": alone.tokens(batch) / result["seconds"]}
 
 
 def _print_table(result: dict[str, Any]) -> None:

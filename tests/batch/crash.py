@@ -94,8 +94,8 @@ def write_prompts(path: Path) -> None:
 
 def command(prompts: Path, folder: Path, shape: Shape) -> list[str]:
     """The same every time."""
-    options = [str(folder / each) if each.endswith(".jsonl") else each for each in shape.options]
-    options = [str(prompts.with_name(each)) if each == TEMPLATE_FILE else each for each in options]
+    options = [str(folder / option) if option.endswith(".jsonl") else option for option in shape.options]
+    options = [str(prompts.with_name(option)) if option == TEMPLATE_FILE else option for option in options]
     return [
         *(sys.executable, "-m", "moelight.cli.main", "generate", str(prompts.with_name(shape.prompts))),
         *("-o", str(folder / shape.output)),

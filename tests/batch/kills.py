@@ -75,9 +75,11 @@ def main(directory: Path) -> None:
     orders: tuple[Literal["input", "completion"], ...] = ("input", "completion")
     for order in orders:
         for point in faults.POINTS:
-            place = directory / f"{order}-{point}"
-            place.mkdir()
-            outputs = Outputs(rows=place / "o", errors=place / "e", order=order, atomic=order == "input", sync_s=0.0)
+            position = directory / f"{order}-{point}"
+            position.mkdir()
+            outputs = Outputs(
+                rows=position / "o", errors=position / "e", order=order, atomic=order == "input", sync_s=0.0
+            )
             reached = 0
             # Each start is killed at that point again, a little later than the one before.
             while killed(outputs, point, reached // 2 + 1):

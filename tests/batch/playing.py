@@ -103,11 +103,11 @@ class Heard(Progress):
         self.rows: list[ProgressFields] = []
         self.changes: list[str] = []
 
-    def adapted(self, why: str) -> None:
-        self.changes.append(why)
+    def adapted(self, reason: str) -> None:
+        self.changes.append(reason)
 
-    def planned(self, why: str) -> None:
-        self.why = why
+    def planned(self, reason: str) -> None:
+        self.why = reason
 
     def tokens(self, done: int, expected: int, binding: Binding | None = None) -> None:
         self.told.append((done, expected))

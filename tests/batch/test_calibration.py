@@ -37,11 +37,11 @@ def kept(directory: Path, x: Tensor, ids: Tensor, order: Tensor, parts: int) -> 
         for part in order.chunk(parts):
             rows.add(1, routed(x[part], ids[part]))
         rows.finish()
-        found = {expert: rows.rows(1, expert) for expert in range(3)}
+        result = {expert: rows.rows(1, expert) for expert in range(3)}
         assert not len(rows.rows(0, 1))
         again = InputRows(directory, 2, 3, HIDDEN)
         assert not again.load()  # of another number of rows
-    return found
+    return result
 
 
 def test_the_same_inputs_are_kept_in_whatever_order_they_arrive(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_the_same_inputs_are_kept_in_whatever_order_they_arrive(tmp_path: Path) 
     other = kept(tmp_path / "other", x, ids, torch.randperm(50), 7)
     for expert, rows in first.items():
         assert torch.equal(rows, other[expert])
-        mine = x[(ids == expert).any(1)].unique(dim=0)
-        assert len(rows) == min(10, len(mine))
-        assert all((mine == row).all(1).any() for row in rows)
+        selected = x[(ids == expert).any(1)].unique(dim=0)
+        assert len(rows) == min(10, len(selected))
+        assert all((selected == row).all(1).any() for row in rows)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -64,20 +64,20 @@ def test_products_with_the_inputs_are_nearer(kind: str, group: int) -> None:
     stored = Rounding(kind, group).stored("BF16")
     mixed = torch.randn(256, 256) * torch.logspace(-1, 1, 256)
     weight, inputs = torch.randn(48, 256), torch.randn(96, 256) @ mixed
-    given = weight.clone()
+    arguments = weight.clone()
 
     def error(parts: dict[str, Tensor]) -> float:
-        numbers = torch.cat([block for _, block in row_blocks(stored, parts, *weight.shape)])
-        return float((inputs @ (numbers - weight).t()).norm())
+        values = torch.cat([block for _, block in row_blocks(stored, parts, *weight.shape)])
+        return float((inputs @ (values - weight).t()).norm())
 
     plain, calibrated = round_matrix(stored, weight), round_matrix(stored, weight, inputs)
-    assert torch.equal(weight, given) and error(calibrated) < 0.7 * error(plain)
+    assert torch.equal(weight, arguments) and error(calibrated) < 0.7 * error(plain)
     for name, part in round_matrix(stored, weight, inputs).items():
         assert torch.equal(part, calibrated[name])
 
 
 def lines(path: Path, prompts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     return path
 
 
@@ -85,15 +85,15 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != RECORD}
 
 
-def options(model: Path | str, out: Path, group: int = 32, **given: Any) -> ConvertOptions:
-    return ConvertOptions(model=str(model), output=out, experts=Rounding("int4", group), **given)
+def options(model: Path | str, out: Path, group: int = 32, **inputs: Any) -> ConvertOptions:
+    return ConvertOptions(model=str(model), output=out, experts=Rounding("int4", group), **inputs)
 
 
 def test_killed_while_it_rounds_the_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny(tmp_path / "model", "mixtral", hidden_size=64, intermediate_size=96)
     prompts = lines(tmp_path / "prompts.jsonl", [f"the prompt of number {n * n}" for n in range(9)])
-    given = {"calibrate": prompts, "planning": {"host_memory": "200MiB"}, "shard_bytes": 40_000}
-    done = convert_checkpoint(options(model, tmp_path / "whole", **given))
+    inputs = {"calibrate": prompts, "planning": {"host_memory": "200MiB"}, "shard_bytes": 40_000}
+    done = convert_checkpoint(options(model, tmp_path / "whole", **inputs))
     assert done.reached
     convert_checkpoint(options(model, tmp_path / "plain", shard_bytes=40_000))
     wanted = contents(tmp_path / "whole")
@@ -105,9 +105,9 @@ def test_killed_while_it_rounds_the_model_is_not_run_again(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(convert_module, "_store", fail)
         with pytest.raises(KeyboardInterrupt):
-            convert_checkpoint(options(model, tmp_path / "out", **given))
+            convert_checkpoint(options(model, tmp_path / "out", **inputs))
     monkeypatch.setattr(convert_module, "score_all", fail)
-    convert_checkpoint(options(model, tmp_path / "out", **given))
+    convert_checkpoint(options(model, tmp_path / "out", **inputs))
     assert contents(tmp_path / "out") == wanted
     with pytest.raises(InputError, match="other options"):
         convert_checkpoint(options(model, tmp_path / "out", shard_bytes=40_000))
@@ -122,8 +122,8 @@ def test_an_expert_that_few_rows_reach_is_rounded_to_nearest(tmp_path: Path) -> 
     assert contents(tmp_path / "out") == contents(tmp_path / "plain")
 
 
-def sums(numbers: range) -> list[str]:
-    return [f"add {n} and {m} = {n + m}" for n in numbers for m in (n % 7 * 31, 403 - n)]
+def sums(values: range) -> list[str]:
+    return [f"add {n} and {m} = {n + m}" for n in values for m in (n % 7 * 31, 403 - n)]
 
 
 def test_the_bundled_model_stays_nearer_to_itself(tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_the_bundled_model_stays_nearer_to_itself(tmp_path: Path) -> None:
 def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
     prompts = lines(tmp_path / "prompts.jsonl", ["abc"])
     with pytest.raises(ConfigError, match="scales of mxfp4 are not chosen"):
-        given = ConvertOptions(model="demo", output=tmp_path / "o", experts=Rounding("mxfp4", 32), calibrate=prompts)
-        convert_checkpoint(given)
-    for arguments, said in (
+        inputs = ConvertOptions(model="demo", output=tmp_path / "o", experts=Rounding("mxfp4", 32), calibrate=prompts)
+        convert_checkpoint(inputs)
+    for arguments, message in (
         (("--calibrate", "none.jsonl"), "none.jsonl: cannot be read"),
         (("--host-memory", "1GiB"), "--host-memory is for the run over --calibrate"),
     ):
         refused = moelight_inside("convert", "demo", tmp_path / "refused", *arguments)
-        assert refused.returncode == 2 and said in refused.stderr
+        assert refused.returncode == 2 and message in refused.stderr
     assert not (tmp_path / "refused").exists()

@@ -19,9 +19,9 @@ TALK = [{"role": "user", "content": "u"}]
 
 def rows(path: Path, **options: Any) -> list[Row | BadRow]:
     with open_input(path, RowContext(**options)) as read:
-        found = list(read.rows())
-        assert list(read.rows(skip={0}.__contains__)) == found[1:]
-        return found
+        result = list(read.rows())
+        assert list(read.rows(skip={0}.__contains__)) == result[1:]
+        return result
 
 
 def csv_rows(tmp_path: Path, content: str | bytes, name: str = "a.csv", **options: Any) -> list[Row | BadRow]:
@@ -70,8 +70,8 @@ def test_a_bad_record_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
         b"h,good,1\n"
         b'i,"never closed,1\nj,p,1\n'
     )
-    found = csv_rows(tmp_path, content)
-    assert [(getattr(row, "code", None), row.custom_id) for row in found] == [
+    result = csv_rows(tmp_path, content)
+    assert [(getattr(row, "code", None), row.custom_id) for row in result] == [
         ("invalid_csv", "a"),
         ("invalid_csv", "b"),
         ("invalid_json", "c"),
@@ -83,7 +83,7 @@ def test_a_bad_record_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
         ("invalid_csv", "i"),
         (None, "j"),
     ]
-    assert [row.line for row in found] == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert [row.line for row in result] == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_many_parquet_rows_their_ids_and_bad_values(tmp_path: Path) -> None:
     count = 3000
     prompts = [f"p{n}" for n in range(count)]
     path = write_parquet(tmp_path / "by_content", {"text": prompts, "seed": range(-1, count - 1)}, row_group_size=700)
-    found = rows(path, prompt_column="text")
-    assert [row.number for row in found] == list(range(count))
-    assert isinstance(found[0], BadRow) and (found[0].code, found[0].param) == ("invalid_request", "seed")
-    last = found[-1]
+    result = rows(path, prompt_column="text")
+    assert [row.number for row in result] == list(range(count))
+    assert isinstance(result[0], BadRow) and (result[0].code, result[0].param) == ("invalid_request", "seed")
+    last = result[-1]
     assert isinstance(last, Row) and last.prompts == ("p2999",) and last.sampling.seed == 2998
     texts = ['[{"role": "user", "content": "u"}]', "[", "[1]"]
     kinds = rows(write_parquet(tmp_path / "b.parquet", {"messages": texts}))
@@ -157,11 +157,11 @@ def test_many_parquet_rows_their_ids_and_bad_values(tmp_path: Path) -> None:
 
 def test_damaged_parquet_and_no_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"prompt": ["p"] * 50})
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
+    full = path.read_bytes()
+    path.write_bytes(full[:-20])
     with pytest.raises(InputError, match=r"a\.parquet: no readable Parquet"):
         open_input(path)
-    path.write_bytes(whole)
+    path.write_bytes(full)
     empty = write_parquet(tmp_path / "empty.parquet", {"prompt": []})
     with pytest.raises(InputError, match="no prompts"):
         open_input(empty)
@@ -180,14 +180,14 @@ def test_parquet_texts_that_are_not_utf8_are_error_rows(tmp_path: Path) -> None:
         store_schema=False,
         write_statistics=False,
     )
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(b"BBB", b"B\xffB").replace(b"CCC", b"\xed\xa0\x80"))
+    full = path.read_bytes()
+    path.write_bytes(full.replace(b"BBB", b"B\xffB").replace(b"CCC", b"\xed\xa0\x80"))
     first, second, third = rows(path)
     assert isinstance(first, Row) and first.prompts == ("one",)
     assert isinstance(second, BadRow) and isinstance(third, BadRow)
     assert (second.custom_id, second.code, second.message) == ("b", "invalid_utf8", "prompt is not UTF-8")
     assert (third.custom_id, third.code, third.param) == (None, "invalid_utf8", "custom_id")
-    path.write_bytes(whole.replace(b"topic", b"\xff\xff\xff\xff\xff"))
+    path.write_bytes(full.replace(b"topic", b"\xff\xff\xff\xff\xff"))
     with pytest.raises(InputError, match=r"a\.parquet: no readable Parquet"):
         rows(path)
 

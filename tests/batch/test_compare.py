@@ -55,10 +55,10 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def compare(model: Path, reference: Path, prompts: Path, **given: Any) -> Comparison:
+def compare(model: Path, reference: Path, prompts: Path, **inputs: Any) -> Comparison:
     planning = {"host_memory": "200MiB", "batch_size": 2, "micro_batch_size": 1}
     return compare_models(
-        CompareOptions(model=str(model), reference=str(reference), prompts=prompts, planning=planning, **given)
+        CompareOptions(model=str(model), reference=str(reference), prompts=prompts, planning=planning, **inputs)
     )
 
 
@@ -69,28 +69,28 @@ def theirs(model: Path) -> list[torch.Tensor]:
 
 
 def test_figures_are_those_of_whole_distributions(pair: tuple[Path, Path], prompts: Path) -> None:
-    found = compare(*pair, prompts)
-    model, reference = (torch.cat(theirs(each)) for each in pair)
+    result = compare(*pair, prompts)
+    model, reference = (torch.cat(theirs(item)) for item in pair)
     targets = torch.cat([torch.tensor(tokens[1:]) for tokens in PROMPTS]).unsqueeze(1)
-    assert (found.prompts, found.tokens) == (len(PROMPTS), len(targets))
-    assert found.kept == found.vocabulary == model.shape[1] and found.mass == 1
+    assert (result.prompts, result.tokens) == (len(PROMPTS), len(targets))
+    assert result.kept == result.vocabulary == model.shape[1] and result.mass == 1
     kl = (reference.exp() * (reference - model)).sum(1).mean().item()
-    assert kl > 1e-3 and found.kl.value == pytest.approx(kl, rel=1e-3)
-    assert found.top1.value == pytest.approx((model.argmax(1) == reference.argmax(1)).double().mean().item())
-    losses = [-each.gather(1, targets).mean().item() for each in (model, reference)]
+    assert kl > 1e-3 and result.kl.value == pytest.approx(kl, rel=1e-3)
+    assert result.top1.value == pytest.approx((model.argmax(1) == reference.argmax(1)).double().mean().item())
+    losses = [-item.gather(1, targets).mean().item() for item in (model, reference)]
     assert torch.tensor(losses).exp().tolist() == pytest.approx(
-        [found.perplexity.value, found.reference_perplexity.value], rel=1e-4
+        [result.perplexity.value, result.reference_perplexity.value], rel=1e-4
     )
-    assert found.ratio.value == pytest.approx(found.perplexity.value / found.reference_perplexity.value)
-    for figure in (found.kl, found.top1, found.perplexity, found.reference_perplexity, found.ratio):
+    assert result.ratio.value == pytest.approx(result.perplexity.value / result.reference_perplexity.value)
+    for figure in (result.kl, result.top1, result.perplexity, result.reference_perplexity, result.ratio):
         assert figure.low is not None and figure.high is not None
         assert figure.low <= figure.value <= figure.high
 
 
 def test_a_model_is_not_far_from_itself(pair: tuple[Path, Path], prompts: Path) -> None:
-    found = compare(pair[0], pair[0], prompts)
-    assert abs(found.kl.value) < 1e-9 and found.top1 == Estimated(value=1.0, low=1.0, high=1.0)
-    assert found.ratio.value == pytest.approx(1.0, abs=1e-9)
+    result = compare(pair[0], pair[0], prompts)
+    assert abs(result.kl.value) < 1e-9 and result.top1 == Estimated(value=1.0, low=1.0, high=1.0)
+    assert result.ratio.value == pytest.approx(1.0, abs=1e-9)
 
 
 def test_the_likeliest_tokens_give_a_lower_bound(pair: tuple[Path, Path], prompts: Path) -> None:
@@ -106,8 +106,8 @@ def test_the_likeliest_tokens_give_a_lower_bound(pair: tuple[Path, Path], prompt
 def test_a_single_prompt_has_no_interval(pair: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("only this\n")
-    found = compare(*pair, path)
-    assert found.kl.low is None and found.kl.high is None and found.tokens == len("only this") - 1
+    result = compare(*pair, path)
+    assert result.kl.low is None and result.kl.high is None and result.tokens == len("only this") - 1
 
 
 def test_what_cannot_be_compared_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -133,10 +133,10 @@ def test_a_full_disk_is_one_line(pair: tuple[Path, Path], prompts: Path, monkeyp
 
 
 def test_the_command(pair: tuple[Path, Path], prompts: Path) -> None:
-    given = ("compare", pair[0], prompts, "--against", pair[1], "--host-memory", "200MiB")
-    shown, found = moelight_inside(*given), moelight_inside(*given, "--json")
+    inputs = ("compare", pair[0], prompts, "--against", pair[1], "--host-memory", "200MiB")
+    shown, result = moelight_inside(*inputs), moelight_inside(*inputs, "--json")
     assert shown.returncode == 0 and "KL divergence, nats a token" in shown.stdout
-    values = json.loads(found.stdout)
+    values = json.loads(result.stdout)
     assert values["exact"] and values["tokens"] == sum(len(tokens) - 1 for tokens in PROMPTS)
     assert 0 < values["kl"]["low"] < values["kl"]["value"] < values["kl"]["high"]
     refused = moelight_inside("compare", pair[0], prompts)

@@ -47,47 +47,47 @@ KINDS = {"int4": 32, "int8": 0, "mxfp4": 32, "fp8": 0}
 _MATRICES = (".weight_packed", ".weight")
 
 
-def options(model: Path, out: Path, kind: str = "int4", **given: Any) -> ConvertOptions:
-    return ConvertOptions(model=str(model), output=out, experts=Rounding(kind, KINDS[kind]), **given)
+def options(model: Path, out: Path, kind: str = "int4", **inputs: Any) -> ConvertOptions:
+    return ConvertOptions(model=str(model), output=out, experts=Rounding(kind, KINDS[kind]), **inputs)
 
 
-def save(directory: Path, family: str = "mixtral", **given: Any) -> Path:
-    return save_tiny(directory, family, **{**SIZES[family], **given})
+def save(directory: Path, family: str = "mixtral", **inputs: Any) -> Path:
+    return save_tiny(directory, family, **{**SIZES[family], **inputs})
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
-    return {name: each for file in directory.glob("*.safetensors") for name, each in load_file(file).items()}
+    return {name: item for file in directory.glob("*.safetensors") for name, item in load_file(file).items()}
 
 
 def formats_of(directory: Path) -> Quantization:
-    found = read_quantization(HFConfig.from_file(directory / "config.json"))
-    assert found is not None
-    return found
+    result = read_quantization(HFConfig.from_file(directory / "config.json"))
+    assert result is not None
+    return result
 
 
 def restored(directory: Path) -> dict[str, Tensor]:
     """All tensors in float32, rounded ones unpacked by `kernels.quantized`."""
-    tensors, formats, found = tensors_of(directory), formats_of(directory), {}
+    tensors, formats, result = tensors_of(directory), formats_of(directory), {}
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]
         stored = formats.format_of(module)
         if stored is None:
-            found[name] = tensor.float()
+            result[name] = tensor.float()
         elif name.endswith(_MATRICES):
             parts = {suffix: tensors[module + suffix] for suffix in stored.names if module + suffix in tensors}
             rows = len(parts[stored.names[1]])
             shape = tensors.get(f"{module}.weight_shape")
             width = tensor.shape[1] * (2 if tensor.dtype == torch.uint8 else 1)
             columns = width if shape is None else int(shape[1])
-            found[f"{module}.weight"] = torch.cat([each for _, each in row_blocks(stored, parts, rows, columns)])
-    return found
+            result[f"{module}.weight"] = torch.cat([block for _, block in row_blocks(stored, parts, rows, columns)])
+    return result
 
 
 def logits(model: Any) -> Tensor:
     tokens = torch.arange(40).view(2, 20) * 5
     with torch.no_grad():
-        found: Tensor = model(tokens).logits
-    return found
+        result: Tensor = model(tokens).logits
+    return result
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["experts", "all"])
@@ -100,7 +100,7 @@ def test_transformers_computes_with_the_rounded_numbers(
     model = save(tmp_path / "model", family, fused=fused, sharded=fused)
     out = tmp_path / "out"
     done = convert_checkpoint(options(model, out, kind, dense=Rounding("int8", 0) if dense else None))
-    assert done.bytes == sum(each.nbytes for each in tensors_of(out).values())
+    assert done.bytes == sum(item.nbytes for item in tensors_of(out).values())
     plain = tmp_path / "plain"
     plain.mkdir()
     config = json.loads((out / "config.json").read_text())
@@ -111,10 +111,10 @@ def test_transformers_computes_with_the_rounded_numbers(
     if kind == "mxfp4":  # the library's numbers are bfloat16, which holds them all
         for parameter in loaded.parameters():
             parameter.data = parameter.data.float() if parameter.is_floating_point() else parameter.data
-    found, wanted = logits(loaded), logits(hf_model(plain, dtype=torch.float32))
-    assert (found - wanted).abs().max() < 1e-3
+    result, wanted = logits(loaded), logits(hf_model(plain, dtype=torch.float32))
+    assert (result - wanted).abs().max() < 1e-3
     original = logits(hf_model(model))
-    assert 1e-6 < (found - original).abs().max() < 0.6 * original.abs().max()
+    assert 1e-6 < (result - original).abs().max() < 0.6 * original.abs().max()
 
 
 def profile_of(model: Path, busy: dict[tuple[int, int], int], out: Path) -> Path:
@@ -134,12 +134,12 @@ def rounded_by_the_library(directory: Path) -> set[str]:
     root = torch.nn.Module()
     for name in tensors_of(directory):
         *parents, module = name.split(".")[:-1]
-        place = root
+        position = root
         for part in parents:
-            if not hasattr(place, part):
-                place.add_module(part, torch.nn.Module())
-            place = getattr(place, part)
-        place.add_module(module, torch.nn.Linear(1, 1))
+            if not hasattr(position, part):
+                position.add_module(part, torch.nn.Module())
+            position = getattr(position, part)
+        position.add_module(module, torch.nn.Linear(1, 1))
     values = json.loads((directory / "config.json").read_text())["quantization_config"]
     config = QuantizationConfig.model_validate(values)
     targets = [target for scheme in config.config_groups.values() for target in scheme.targets]
@@ -154,22 +154,22 @@ def test_the_busiest_experts_stay_as_they_are(family: str, fused: bool, tmp_path
     opened = open_model(str(model)).profile
     layer, count = opened.moe_layers.index(True), opened.num_moe_layers * opened.experts.num_experts
     done = convert_checkpoint(options(model, out, keep=2 / count, expert_profile=profile))
-    kept = {name for name in tensors_of(out) if ".experts." in name and name.endswith(".weight")}
+    retained = {name for name in tensors_of(out) if ".experts." in name and name.endswith(".weight")}
     assert (
         done.kept_experts == 2
-        and len(kept) == 6
-        and done.bytes == sum(each.nbytes for each in tensors_of(out).values())
+        and len(retained) == 6
+        and done.bytes == sum(item.nbytes for item in tensors_of(out).values())
     )
-    assert {name.split(".experts.")[1].split(".")[0] for name in kept} == {"1", "4"}
-    assert all(f"layers.{layer}." in name for name in kept)
-    found, given = tensors_of(out), tensors_of(save(tmp_path / "apart", family))
-    assert all(torch.equal(found[name], given[name]) for name in kept)
-    assert rounded_by_the_library(out) == {name.rpartition(".")[0] for name in found if name.endswith(".weight_scale")}
+    assert {name.split(".experts.")[1].split(".")[0] for name in retained} == {"1", "4"}
+    assert all(f"layers.{layer}." in name for name in retained)
+    result, inputs = tensors_of(out), tensors_of(save(tmp_path / "apart", family))
+    assert all(torch.equal(result[name], inputs[name]) for name in retained)
+    assert rounded_by_the_library(out) == {name.rpartition(".")[0] for name in result if name.endswith(".weight_scale")}
     with pytest.raises(
         RuntimeError, match="mismatched_sizes"
     ):  # it stacks experts of one format; nothing loads wrongly
         hf_model(out)
-    counted, shapes = inventory(load_model_profile(str(out))), [name for name in found if name.endswith(SHAPE)]
+    counted, shapes = inventory(load_model_profile(str(out))), [name for name in result if name.endswith(SHAPE)]
     assert counted.total_bytes + 16 * len(shapes) == done.bytes
     other = save(tmp_path / "other", family, num_local_experts=5, num_experts=5)
     with pytest.raises(ConfigError, match="is of another model"):
@@ -183,34 +183,34 @@ def test_the_busiest_experts_stay_as_they_are(family: str, fused: bool, tmp_path
 def test_bytes_are_those_of_the_librarys_compressor(kind: str, dtype: str, tmp_path: Path) -> None:
     model, out = save(tmp_path / "model", dtype=dtype), tmp_path / "out"
     convert_checkpoint(options(model, out, kind))
-    given, found, formats = tensors_of(model), tensors_of(out), formats_of(out)
+    inputs, result, formats = tensors_of(model), tensors_of(out), formats_of(out)
     config = QuantizationConfig.model_validate(json.loads((out / "config.json").read_text())["quantization_config"])
     scheme = config.config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
     rounded = 0
-    for name, tensor in given.items():
+    for name, tensor in inputs.items():
         module = name.removesuffix(".weight")
         stored = formats.format_of(module)
         if stored is None:
-            assert torch.equal(found[name], tensor), name
+            assert torch.equal(result[name], tensor), name
             continue
         rounded += 1
-        scale = found[f"{module}.weight_scale"]
+        scale = result[f"{module}.weight_scale"]
         scale = torch.exp2(scale.float() - 127) if kind == "mxfp4" else scale.float()
         theirs = compressor.compress({"weight": tensor.float(), "weight_scale": scale}, scheme)
         code = "weight_packed" if "weight_packed" in theirs else "weight"
-        assert torch.equal(found[f"{module}.{code}"].view(torch.uint8), theirs[code].view(torch.uint8)), name
-        assert f"{module}.weight_shape" not in found or found[f"{module}.weight_shape"].tolist() == [*tensor.shape]
+        assert torch.equal(result[f"{module}.{code}"].view(torch.uint8), theirs[code].view(torch.uint8)), name
+        assert f"{module}.weight_shape" not in result or result[f"{module}.weight_shape"].tolist() == [*tensor.shape]
         largest = tensor.float().abs().amax(1)
         error = (
-            torch.cat([each for _, each in row_blocks(stored, _parts(found, module), *tensor.shape)]) - tensor
+            torch.cat([block for _, block in row_blocks(stored, _parts(result, module), *tensor.shape)]) - tensor
         ).abs()
         assert (error.amax(1) <= largest / {"int4": 13.5, "int8": 160, "mxfp4": 3.4, "fp8": 16}[kind]).all()
     assert rounded == 3 * 6 * 3
 
 
 def _parts(tensors: dict[str, Tensor], module: str) -> dict[str, Tensor]:
-    return {name.removeprefix(module): each for name, each in tensors.items() if name.startswith(f"{module}.")}
+    return {name.removeprefix(module): tensor for name, tensor in tensors.items() if name.startswith(f"{module}.")}
 
 
 def test_groups_of_zeros_and_what_cannot_be_rounded(tmp_path: Path) -> None:
@@ -238,8 +238,8 @@ class Killed(BaseException):
 
 
 def test_killed_anywhere_and_run_again_gives_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = save(tmp_path / "model", fused=True), {"shard_bytes": 40_000}
-    convert_checkpoint(options(model, tmp_path / "whole", **given))
+    model, inputs = save(tmp_path / "model", fused=True), {"shard_bytes": 40_000}
+    convert_checkpoint(options(model, tmp_path / "whole", **inputs))
     wanted = contents(tmp_path / "whole")
     assert sum(name.endswith(".safetensors") for name in wanted) > 5
     out, write = tmp_path / "out", os.pwrite
@@ -258,14 +258,14 @@ def test_killed_anywhere_and_run_again_gives_equal_bytes(tmp_path: Path, monkeyp
     while True:
         calls, last = 0, random.randint(1, 20) if kills < 10 else 10**9
         try:
-            convert_checkpoint(options(model, out, **given))
+            convert_checkpoint(options(model, out, **inputs))
         except Killed:
             kills += 1
             assert not (out / "config.json").exists()
             continue
         break
     monkeypatch.undo()
-    done = convert_checkpoint(options(model, out, **given))
+    done = convert_checkpoint(options(model, out, **inputs))
     assert done.files_before == done.files and not done.read_bytes and kills == 10
     assert contents(out) == wanted
 
@@ -327,8 +327,8 @@ def test_the_bytes_are_counted_from_the_config(kind: str, tmp_path: Path) -> Non
     counted = inventory(load_model_profile(str(out)))  # of experts what their pages hold, so not the sizes beside them
     experts = sum(".experts." in name for name in Checkpoint.open(out).tensors if name.endswith(SHAPE))
     assert counted.total_bytes + 16 * experts == done.bytes
-    given = {path.name: path.read_bytes() for path in model.iterdir() if path.name.startswith(("tok", "gen"))}
-    assert given and contents(out).items() >= given.items()
+    inputs = {path.name: path.read_bytes() for path in model.iterdir() if path.name.startswith(("tok", "gen"))}
+    assert inputs and contents(out).items() >= inputs.items()
 
 
 def test_a_few_pieces_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_the_command(tmp_path: Path) -> None:
     model = save(tmp_path / "model")
     done = moelight_inside("convert", model, tmp_path / "out", "--group-size", "32", "--dense", "int8")
     assert done.returncode == 0 and "bits a number of what is rounded" in done.stdout
-    for arguments, said in (
+    for arguments, message in (
         (("--experts", "int5"), "--experts 'int5' is not one of int4, int8, mxfp4, fp8"),
         (("--dense", "int4"), "--dense 'int4' is not one of keep, int8"),
         (("--group-size", "48"), "--group-size 48 is not one of 32, 64, 128"),
@@ -393,5 +393,5 @@ def test_the_command(tmp_path: Path) -> None:
         (("--keep", "10%", "--expert-profile", "x.json"), "x.json: cannot be read"),
     ):
         refused = moelight_inside("convert", model, tmp_path / "refused", *arguments)
-        assert refused.returncode == 2 and said in refused.stderr
+        assert refused.returncode == 2 and message in refused.stderr
     assert not (tmp_path / "refused").exists()

@@ -33,11 +33,11 @@ def test_an_unclosed_quote_costs_its_own_row(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(UNCLOSED) if name.endswith(".gz") else UNCLOSED)
     with open_input(path) as read:
-        found = list(read.rows())
-        assert [(row.number, row.line, row.custom_id) for row in found] == [(n, n + 2, f"{n + 1}") for n in range(4)]
-        assert [getattr(row, "code", None) for row in found] == [None, "invalid_csv", None, None]
-        assert "by the end of the file" in getattr(found[1], "message", "")
-        assert list(read.rows(skip={0, 2}.__contains__)) == [found[1], found[3]]
+        result = list(read.rows())
+        assert [(row.number, row.line, row.custom_id) for row in result] == [(n, n + 2, f"{n + 1}") for n in range(4)]
+        assert [getattr(row, "code", None) for row in result] == [None, "invalid_csv", None, None]
+        assert "by the end of the file" in getattr(result[1], "message", "")
+        assert list(read.rows(skip={0, 2}.__contains__)) == [result[1], result[3]]
 
 
 def test_rows_behind_an_unclosed_quote_keep_their_numbers_over_a_death(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_rows_behind_an_unclosed_quote_keep_their_numbers_over_a_death(tmp_path:
     command = ("generate", path, "-o", out, "--max-tokens", "2", "--sync-interval", "0", *PLANNED)
     assert moelight(*command, env_extra={"MOELIGHT_FAULT": "after_journal_fsync:2:kill"}).returncode == -9
     assert moelight_inside(*command).returncode == 1
-    rows = [json.loads(each) for each in out.read_text().splitlines()]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["custom_id"], "error" in row) for row in rows] == [
         ("1", False),
         ("2", True),
@@ -74,12 +74,12 @@ def test_a_record_is_not_held_beyond_its_bytes(tmp_path: Path, monkeypatch: pyte
     for module in (source, columns):
         monkeypatch.setattr(module, "LONGEST_LINE", LONGEST_LINE)
     line = b"x" * (1 << 20) + b"\n"
-    found = records(tmp_path / "a.csv", b'a,"' + line * (LONGEST_LINE // len(line) + 2) + b"b\n")
-    assert "not closed within 4 MiB" in found[0].error and found[0].values == ["a"]
-    assert [each.error for each in found[1:]] == [""] * (len(found) - 1) and found[-1].values == ["b"]
+    result = records(tmp_path / "a.csv", b'a,"' + line * (LONGEST_LINE // len(line) + 2) + b"b\n")
+    assert "not closed within 4 MiB" in result[0].error and result[0].values == ["a"]
+    assert [item.error for item in result[1:]] == [""] * (len(result) - 1) and result[-1].values == ["b"]
     long = b"y" * (LONGEST_LINE + 1)
-    found = records(tmp_path / "b.csv", b'a\n"b\n' + long + b'\nc"\n')
-    assert [(each.line, bool(each.error)) for each in found] == [(1, False), (2, True), (3, True), (4, False)]
+    result = records(tmp_path / "b.csv", b'a\n"b\n' + long + b'\nc"\n')
+    assert [(item.line, bool(item.error)) for item in result] == [(1, False), (2, True), (3, True), (4, False)]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_a_record_is_not_held_beyond_its_bytes(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_where_quotes_stand(content: str, expected: list[tuple[int, list[str] | None]], tmp_path: Path) -> None:
-    found = records(tmp_path / "a.csv", content)
-    assert [(each.line, None if each.error else each.values) for each in found] == expected
+    result = records(tmp_path / "a.csv", content)
+    assert [(item.line, None if item.error else item.values) for item in result] == expected
 
 
 def test_what_a_writer_wrote_is_read(tmp_path: Path) -> None:
@@ -106,14 +106,14 @@ def test_what_a_writer_wrote_is_read(tmp_path: Path) -> None:
     table = [["x" + "".join(draw.choices('ab",\n;\r', k=draw.randrange(12))) for _ in range(3)] for _ in range(2000)]
     text = io.StringIO(newline="")
     csv.writer(text).writerows(table)
-    found = records(tmp_path / "a.csv", text.getvalue())
-    assert [each.values for each in found] == table and not any(each.error for each in found)
+    result = records(tmp_path / "a.csv", text.getvalue())
+    assert [item.values for item in result] == table and not any(item.error for item in result)
     # Whatever a damaged file holds, no line is lost: each is in a record, or the first of an error.
     damaged = "".join(draw.choices('ab",\n', weights=(4, 4, 3, 2, 2), k=40_000))
-    found = records(tmp_path / "b.csv", damaged)
-    covered = sum(1 if each.error else 1 + sum(value.count("\n") for value in each.values) for each in found)
-    blank = sum(not each.strip(",") for each in damaged.split("\n"))
-    assert any(each.error for each in found) and len(damaged.split("\n")) - blank <= covered
+    result = records(tmp_path / "b.csv", damaged)
+    covered = sum(1 if item.error else 1 + sum(value.count("\n") for value in item.values) for item in result)
+    blank = sum(not item.strip(",") for item in damaged.split("\n"))
+    assert any(item.error for item in result) and len(damaged.split("\n")) - blank <= covered
 
 
 def test_lines_are_not_read_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +129,6 @@ def test_lines_are_not_read_again_and_again(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(columns._Lines, "__next__", counting)
     count = 5000
-    found = records(tmp_path / "a.csv", 'x",",\n' * count)
-    assert len(found) == count and all(each.error for each in found)
+    result = records(tmp_path / "a.csv", 'x",",\n' * count)
+    assert len(result) == count and all(item.error for item in result)
     assert read <= 3 * count

@@ -81,13 +81,13 @@ def test_a_file_that_cannot_be_read_is_named(model: Path) -> None:
 
 
 def test_sampling_is_plain_and_whole() -> None:
-    given = SamplingParams(
+    inputs = SamplingParams(
         stop=("a", "b"),
         logit_bias={5: 1.0},
         structured_outputs=StructuredOutputs(json={"type": "object"}),
     )
-    facts = sampling_facts(given)
-    assert set(facts) == {each.name for each in dataclasses.fields(SamplingParams)}
+    facts = sampling_facts(inputs)
+    assert set(facts) == {field.name for field in dataclasses.fields(SamplingParams)}
     assert json.loads(json.dumps(facts)) == facts
     assert (facts["stop"], facts["logit_bias"]) == (["a", "b"], {"5": 1.0})
     assert facts["structured_outputs"] == {"json": {"type": "object"}}

@@ -22,17 +22,17 @@ SERVED = AnswerHeader(model="m", created=1, job="job")
 def read(tmp_path: Path, content: str | bytes, **options: Any) -> list[Row | BadRow]:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with open_input(path, RowContext(**options), format="simple") as found:
-        return list(found.rows())
+    with open_input(path, RowContext(**options), format="simple") as result:
+        return list(result.rows())
 
 
 def error_row(bad: BadRow) -> dict[str, Any]:
     return SimpleFormat().refuse(bad, SERVED)
 
 
-def asked(**given: Any) -> Row:
-    sampling = SamplingParams(**given.pop("sampling", {}))
-    return Row(**{"number": 4, "line": 6, "custom_id": None, "kind": "prompt", "sampling": sampling, **given})
+def asked(**inputs: Any) -> Row:
+    sampling = SamplingParams(**inputs.pop("sampling", {}))
+    return Row(**{"number": 4, "line": 6, "custom_id": None, "kind": "prompt", "sampling": sampling, **inputs})
 
 
 def completion_row(completion: Completion, *, custom_id: str | None, token_ids: bool) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def test_blank_lines_marks_and_line_ends(tmp_path: Path) -> None:
     content = b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \t\n{"prompt": "b\\u2028"}\r\n\n'
     content += '{"prompt": "c\u2028\u2029\x85"}'.encode()
     lines = read(tmp_path, content)
-    found = [(line.line, line.prompts) for line in lines if isinstance(line, Row)]
-    assert found == [(1, ("a",)), (4, ("b\u2028",)), (6, ("c\u2028\u2029\u0085",))]
+    result = [(line.line, line.prompts) for line in lines if isinstance(line, Row)]
+    assert result == [(1, ("a",)), (4, ("b\u2028",)), (6, ("c\u2028\u2029\u0085",))]
 
 
 BAD = {
@@ -176,7 +176,7 @@ def test_what_was_asked_for_is_in_the_row() -> None:
         9: Logprob(logprob=-math.inf, rank=2, decoded_token="i"),
         4: Logprob(logprob=-1.0, rank=1, decoded_token="h"),
     }
-    given = Completion(
+    inputs = Completion(
         index=0, text="t", token_ids=(4,), finish_reason="stop", prompt_tokens=7, stop_reason="x",
         cumulative_logprob=-1.0, logprobs=(likely,), prompt_logprobs=(None, likely),
     )  # fmt: skip
@@ -185,7 +185,7 @@ def test_what_was_asked_for_is_in_the_row() -> None:
         "4": {"logprob": -1.0, "rank": 1, "decoded_token": "h"},
         "9": {"logprob": -9999.0, "rank": 2, "decoded_token": "i"},
     }
-    assert SimpleFormat(numbered=True).answer(row, [given], SERVED) == {
+    assert SimpleFormat(numbered=True).answer(row, [inputs], SERVED) == {
         "line": 6,
         "text": "t",
         "finish_reason": "stop",

@@ -46,7 +46,7 @@ def generate(directory: Path, name: str, *more: str) -> subprocess.CompletedProc
 
 
 def on_the_same_path() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    return {"PYTHONPATH": os.pathsep.join(item for item in sys.path if item)}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def answers(engine: Engine, line: BatchLine) -> list[Completion]:
 
 def texts(row: dict[str, Any]) -> list[str]:
     choices = row["response"]["body"]["choices"]
-    return [each["message"]["content"] if "message" in each else each["text"] for each in choices]
+    return [choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices]
 
 
 def check_error_row(row: dict[str, Any], line: BatchLine, number: int) -> None:
@@ -92,10 +92,10 @@ def test_each_bad_row_is_an_error_row_and_the_good_ones_are_right(
     bad = [(number, line) for number, line in enumerate([*LINES, ZEROS]) if line.code is not None]
     good = [line for line in LINES if line.code is None]
     assert done.returncode == 1
-    said = done.stderr.splitlines()
-    assert len(said) == 3 and all(line.startswith("moelight: ") for line in said), done.stderr
+    message = done.stderr.splitlines()
+    assert len(message) == 3 and all(line.startswith("moelight: ") for line in message), done.stderr
     first = 2 * bad[0][0] + 1
-    assert f"{len(bad):,} of {len(LINES) + 1:,} lines were not served; the first is line {first}: " in said[-1]
+    assert f"{len(bad):,} of {len(LINES) + 1:,} lines were not served; the first is line {first}: " in message[-1]
 
     errors = read_rows((directory / "all.errors").read_text())
     assert len(errors) == len(bad) > 250
@@ -106,7 +106,7 @@ def test_each_bad_row_is_an_error_row_and_the_good_ones_are_right(
     assert len(rows) == len(good) > 100
     for row, line in zip(rows, good, strict=True):
         assert row["custom_id"] == line.custom_id and row["error"] is None
-        assert texts(row) == [each.text for each in answers(engine, line)], line.kind
+        assert texts(row) == [answer.text for answer in answers(engine, line)], line.kind
 
     assert jobs["good"][1].returncode == 0, jobs["good"][1].stderr
     alone = read_rows((directory / "good.out").read_text())
@@ -172,10 +172,10 @@ def files_of_prompts(tmp_path: Path) -> dict[str, tuple[Path, str]]:
         "one JSON text": (b'[\n  {"prompt": "a"}\n]\n', "one JSON text over many lines"),
     }
     made = {}
-    for number, (kind, (data, said)) in enumerate(contents.items()):
+    for number, (kind, (data, content)) in enumerate(contents.items()):
         path = tmp_path / f"{number}.json"
         path.write_bytes(data)
-        made[kind] = path, said
+        made[kind] = path, content
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
     return {
@@ -194,9 +194,9 @@ def _link(path: Path, target: str) -> Path:
 
 
 def test_files_that_are_no_prompts_are_refused_in_a_line(tmp_path: Path) -> None:
-    for kind, (path, said) in files_of_prompts(tmp_path).items():
+    for kind, (path, prompt) in files_of_prompts(tmp_path).items():
         before = sorted(tmp_path.iterdir())
-        assert said in refused(path, "-o", tmp_path / "out.jsonl"), kind
+        assert prompt in refused(path, "-o", tmp_path / "out.jsonl"), kind
         assert sorted(tmp_path.iterdir()) == before, kind
 
 
@@ -207,10 +207,10 @@ def test_what_is_appended_while_it_is_read_is_another_job(tmp_path: Path, monkey
     path.write_bytes(GOOD * 3)
     scan = job.scan
 
-    def growing(*given: Any, **options: Any) -> Any:
+    def growing(*inputs: Any, **options: Any) -> Any:
         with path.open("ab") as file:
             file.write(GOOD)
-        return scan(*given, **options)
+        return scan(*inputs, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(job, "scan", growing)
@@ -226,13 +226,13 @@ def test_what_is_cut_off_while_it_is_read_is_a_line(tmp_path: Path, monkeypatch:
     path.write_bytes(GOOD * 3)
     scan = job.scan
 
-    def shrinking(*given: Any, **options: Any) -> Any:
+    def shrinking(*inputs: Any, **options: Any) -> Any:
         os.truncate(path, 20)
-        return scan(*given, **options)
+        return scan(*inputs, **options)
 
     monkeypatch.setattr(job, "scan", shrinking)
     assert "became shorter while it was read" in refused(path, "-o", out, *PLANNED)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
 def test_outputs_that_cannot_be(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     link = _link(tmp_path / "link", "in.jsonl")
     out = tmp_path / "out.jsonl"
     before = sorted(tmp_path.iterdir())
-    for more, said in (
+    for more, message in (
         (("-o", path), "is the same file as the prompts"),
         (("-o", link), "is the same file as the prompts"),
         (("-o", out, "--error-file", out), "is the same file as the output"),
@@ -253,7 +253,7 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
         (("-o", Path("/proc/none/out")), "there is no directory"),
         (("-o", tmp_path / ("x" * 300)), "file name too long"),
     ):
-        assert said in refused(path, *more), more
+        assert message in refused(path, *more), more
         assert path.read_text() == '{"prompt": "a"}\n'
     (tmp_path / "far").unlink()
     assert sorted(tmp_path.iterdir()) == before
@@ -266,8 +266,8 @@ def test_an_output_behind_a_link_stays_there(tmp_path: Path) -> None:
     for options in ((), ("--atomic", "--restart")):
         assert moelight_inside("generate", tmp_path / "in.jsonl", "-o", link, *PLANNED, *options).returncode == 0
         assert link.is_symlink() and link.read_text() == (tmp_path / "there" / "real.jsonl").read_text()
-        assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "there"]
-        names = sorted(each.name for each in (tmp_path / "there").iterdir())
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "there"]
+        names = sorted(path.name for path in (tmp_path / "there").iterdir())
         assert names == ["real.jsonl", "real.jsonl.journal"]
 
 
@@ -313,7 +313,7 @@ def test_without_rights_it_is_a_line_and_nothing_is_touched(shared: Path) -> Non
     closed.mkdir(mode=0o755)
     before = sorted(shared.rglob("*"))
     with as_nobody():
-        for arguments, said in (
+        for arguments, message in (
             ((shared / "secret.jsonl", "-o", shared / "o"), "is not readable"),
             ((prompts, "-o", closed / "o"), "cannot be written (permission denied)"),
             ((prompts, "-o", theirs), "cannot be written (permission denied)"),
@@ -322,6 +322,6 @@ def test_without_rights_it_is_a_line_and_nothing_is_touched(shared: Path) -> Non
             ((prompts, "-o", shared / "o", "--status", theirs), "status"),
             ((prompts, "-o", shared / "o", "--error-file", theirs), "cannot be written (permission denied)"),
         ):
-            assert said in refused(*arguments), arguments
+            assert message in refused(*arguments), arguments
     assert theirs.read_text() == "theirs"
     assert sorted(shared.rglob("*")) == before

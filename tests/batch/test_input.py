@@ -270,8 +270,10 @@ def test_no_spoilt_line_is_more_than_an_error_row(tmp_path: Path) -> None:
         kind = chance.choice([*GOOD])
         line = bytearray(GOOD[kind](str(number)))
         for _ in range(chance.randint(1, 3)):
-            place = chance.randrange(len(line))
-            line[place : place + chance.randint(0, 9)] = chance.choice([b"", b'"', b"{", b"]", b"9", b"\xff", b"null"])
+            position = chance.randrange(len(line))
+            line[position : position + chance.randint(0, 9)] = chance.choice(
+                [b"", b'"', b"{", b"]", b"9", b"\xff", b"null"]
+            )
         lines.append(bytes(line).replace(b"\n", b""))
     path = write(tmp_path, "a.jsonl", b"\n".join(lines))
     for kind in ("openai", "simple", "text", "csv"):

@@ -59,10 +59,10 @@ def test_sigterm_is_ctrl_c_before_passes_too() -> None:
 def test_in_another_thread_no_signal_is_taken() -> None:
     def enter() -> None:
         with terminable(), Interrupt(lambda: None):
-            found.append(signal.getsignal(signal.SIGTERM))
+            result.append(signal.getsignal(signal.SIGTERM))
 
-    found: list[object] = []
+    result: list[object] = []
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert found == [signal.SIG_DFL]
+    assert result == [signal.SIG_DFL]

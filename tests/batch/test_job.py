@@ -30,20 +30,20 @@ from tests.batch.playing import DEMO, Heard, StandIn, prompts, rows
 
 
 def test_rows_in_the_order_of_the_input(engine: StandIn, tmp_path: Path) -> None:
-    given = [{"prompt": f"add {n}", "custom_id": f"id-{n}"} for n in range(20)]
+    inputs = [{"prompt": f"add {n}", "custom_id": f"id-{n}"} for n in range(20)]
     out = tmp_path / "out.jsonl"
     heard = Heard()
-    options = JobOptions(prompts=prompts(tmp_path, *given), output=out, token_ids=True)
+    options = JobOptions(prompts=prompts(tmp_path, *inputs), output=out, token_ids=True)
     result = run_job(options, progress=heard)
     assert (result.completed, result.failed, result.first_error) == (20, 0, None)
-    assert [row["custom_id"] for row in rows(out)] == [line["custom_id"] for line in given]
+    assert [row["custom_id"] for row in rows(out)] == [line["custom_id"] for line in inputs]
     assert [row["text"] for row in rows(out)] == [f"answer {n}" for n in range(20)]
     assert rows(out)[0]["token_ids"] == [1, 2]
     assert [request.index for request in engine.requests] == list(range(20))
     assert heard.why == "because the test says so"
     assert heard.changes == ["r3", "r6"]
     shown = sorted(heard.rows, key=lambda row: row.number)
-    assert [row.prompt for row in shown] == [line["prompt"] for line in given]
+    assert [row.prompt for row in shown] == [line["prompt"] for line in inputs]
     assert engine.closed
 
 
@@ -259,9 +259,9 @@ def options_that_are_refused(tmp_path: Path) -> dict[str, tuple[dict[str, Any], 
     ],
 )
 def test_refused_before_the_engine_is_opened(kind: str, engine: StandIn, tmp_path: Path) -> None:
-    changed, error, said = options_that_are_refused(tmp_path)[kind]
+    changed, error, message = options_that_are_refused(tmp_path)[kind]
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(error, match=said) as refusal:
+    with pytest.raises(error, match=message) as refusal:
         run_job(JobOptions(**{"prompts": tmp_path / "prompts.jsonl", **changed}))
     assert "\n" not in str(refusal.value)
     assert engine.workload is None
@@ -309,4 +309,4 @@ def test_what_no_row_could_be_served_with_is_refused_once(
     path = prompts(tmp_path, {"prompt": "a"})
     with pytest.raises(InputError, match=re.escape(said)):
         run_job(JobOptions(prompts=path, output=tmp_path / "out.jsonl", sampling=SamplingParams(**sampling)))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["prompts.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]

@@ -120,16 +120,16 @@ def test_refused_before_any_row_nothing_is_left(
     atomic: bool, engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = prompts(tmp_path, {"prompt": "a"})
-    found = tmp_path / "errors.jsonl"  # it was here, as a temporary file that a shell made would be
-    found.touch()
+    result = tmp_path / "errors.jsonl"  # it was here, as a temporary file that a shell made would be
+    result.touch()
     options = JobOptions(
-        prompts=path, output=tmp_path / "out.jsonl", error_file=found, durability=Durability(atomic=atomic)
+        prompts=path, output=tmp_path / "out.jsonl", error_file=result, durability=Durability(atomic=atomic)
     )
     with monkeypatch.context() as patched:
         patched.setattr(LazyModel, "plan", refuse_to_plan)
         with pytest.raises(BudgetError):
             run_job(options)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["errors.jsonl", "prompts.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["errors.jsonl", "prompts.jsonl"]
     other = dataclasses.replace(options, sampling=SamplingParams(max_tokens=9), durability=Durability())
     assert run_job(other).completed == 1
 
@@ -206,8 +206,8 @@ def test_after_a_fault_the_status_says_so(fault: Exception, engine: StandIn, tmp
 
 
 def test_a_constraint_that_went_is_one_difference(engine: StandIn, tmp_path: Path) -> None:
-    given = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
-    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl", sampling=given)
+    inputs = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    options = JobOptions(prompts=prompts(tmp_path, {"prompt": "a"}), output=tmp_path / "out.jsonl", sampling=inputs)
     run_job(options)
     with pytest.raises(InputError) as refusal:
         run_job(dataclasses.replace(options, sampling=SamplingParams()))

@@ -31,20 +31,20 @@ def row(number: int) -> bytes:
     return b"row %d\n" % number
 
 
-def rows(numbers: Any) -> bytes:
-    return b"".join(map(row, numbers))
+def rows(values: Any) -> bytes:
+    return b"".join(map(row, values))
 
 
-def put(journal: Journal, numbers: Any, *, commit: bool = True) -> None:
-    for number in numbers:
+def put(journal: Journal, values: Any, *, commit: bool = True) -> None:
+    for number in values:
         journal.put(number, row(number))
     if commit:
         journal.commit()
 
 
-def begun(outputs: Outputs, numbers: Any = range(5)) -> None:
+def begun(outputs: Outputs, values: Any = range(5)) -> None:
     with Journal.open(outputs, FACTS) as journal:
-        put(journal, numbers)
+        put(journal, values)
 
 
 def names(directory: Path) -> list[str]:
@@ -190,10 +190,10 @@ def test_a_torn_commit_and_torn_rows_are_dropped(outputs: Outputs) -> None:
             base.execute("BEGIN")
             base.execute("DELETE FROM extents")
             base.executemany("INSERT INTO waiting VALUES (?, 0, 0, ?)", [(100 + n, bytes(3000)) for n in range(20)])
-            for each in (path, path.with_name("out.jsonl.journal-journal")):
-                copies[each] = each.read_bytes()
-        for each, data in copies.items():
-            each.write_bytes(data)
+            for item in (path, path.with_name("out.jsonl.journal-journal")):
+                copies[item] = item.read_bytes()
+        for item, data in copies.items():
+            item.write_bytes(data)
         with outputs.rows.open("ab") as file:
             file.write(b"row 5 to")
         with Journal.open(outputs, FACTS) as journal:
@@ -280,8 +280,8 @@ def test_an_empty_output_and_an_unfinished_journal_are_fine(outputs: Outputs) ->
 def test_another_job_is_refused_with_the_difference(outputs: Outputs) -> None:
     begun(outputs)
     other = {"model": FACTS["model"], "sampling": {"temperature": 0.7}, "version": "2"}
-    said = re.escape('(sampling.temperature: was 0.0, is 0.7; version: was "1", is "2"); --allow-changed')
-    with pytest.raises(InputError, match=said) as refusal:
+    message = re.escape('(sampling.temperature: was 0.0, is 0.7; version: was "1", is "2"); --allow-changed')
+    with pytest.raises(InputError, match=message) as refusal:
         Journal.open(outputs, other)
     assert refusal.value.code == "job_changed"
     with pytest.raises(InputError, match=re.escape('order: was "input", is "completion"')):
@@ -350,8 +350,8 @@ def test_a_disk_that_refuses(point: str, suffix: str, tmp_path: Path, monkeypatc
         committed = outputs.rows.read_bytes()
         monkeypatch.setattr(faults, "_FAULT", faults._InjectedFault(point=point, count=1, action=FAULTS[point]))
         put(journal, range(5, 9), commit=False)
-        said = "output .*: cannot be written .*every row that was on the disk is kept"
-        with pytest.raises(InputError, match=said) as first:
+        message = "output .*: cannot be written .*every row that was on the disk is kept"
+        with pytest.raises(InputError, match=message) as first:
             journal.commit()
         for call in (journal.tick, journal.commit, lambda: journal.put(9, row(9)), lambda: journal.finish(9)):
             with pytest.raises(InputError) as again:
@@ -419,21 +419,21 @@ def test_what_ends_the_block_loses_nothing(outputs: Outputs, monkeypatch: pytest
 def test_numbers_are_a_set() -> None:
     dice = random.Random(0)
     for _ in range(20):
-        numbers, parts, model = RowSet(), {}, set()
+        values, parts, model = RowSet(), {}, set()
         for _ in range(dice.randint(0, 40)):
             number = dice.choice((dice.randint(0, 60), dice.randint(0, 200_000)))
-            numbers.add(number)
+            values.add(number)
             model.add(number)
             if dice.random() < 0.3:
-                parts.update(numbers.changed_parts())
-        parts.update(numbers.changed_parts())
-        for found in (numbers, RowSet(sorted(parts.items()))):
-            assert {number for number in range(70) if number in found} == {number for number in model if number < 70}
-            assert all(number in found and number + 200_000 not in found for number in model)
-            assert len(found) == len(model)
+                parts.update(values.changed_parts())
+        parts.update(values.changed_parts())
+        for result in (values, RowSet(sorted(parts.items()))):
+            assert {number for number in range(70) if number in result} == {number for number in model if number < 70}
+            assert all(number in result and number + 200_000 not in result for number in model)
+            assert len(result) == len(model)
             for total in (0, 5, 64, 100):
-                assert found.missing(total) == min(set(range(total)) - model, default=None)
-        assert not numbers.changed_parts()
+                assert result.missing(total) == min(set(range(total)) - model, default=None)
+        assert not values.changed_parts()
 
 
 def test_killed_at_every_point(tmp_path: Path) -> None:

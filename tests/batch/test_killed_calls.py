@@ -34,9 +34,9 @@ def test_the_output_is_that_of_an_unbroken_run(tmp_path: Path) -> None:
     ]
     assert kills == [-signal.SIGKILL] * 3
     assert run("killed.jsonl") == 1
-    whole = rows_of(tmp_path / "whole.jsonl")
-    assert rows_of(tmp_path / "killed.jsonl") == whole
-    choices = [choice for row in whole for choice in row["response"]["body"].get("choices", ())]
+    full = rows_of(tmp_path / "whole.jsonl")
+    assert rows_of(tmp_path / "killed.jsonl") == full
+    choices = [choice for row in full for choice in row["response"]["body"].get("choices", ())]
     assert any(choice.get("attempts", 1) > 1 and "error" not in choice for choice in choices)
     assert any(choice.get("error", {}).get("code") == "structured_output_invalid" for choice in choices)
     assert any(choice["finish_reason"] == "tool_calls" for choice in choices)

@@ -25,7 +25,7 @@ Labels = tuple[tuple[str, str], ...]
 def parse(text: str) -> dict[str, dict[Labels, float]]:
     """Samples by name and labels. Each family has HELP, TYPE and then all its samples; nothing comes twice."""
     assert text.endswith("\n") and "\n\n" not in text
-    found: dict[str, dict[Labels, float]] = {}
+    result: dict[str, dict[Labels, float]] = {}
     family = kind = ""
     families: set[str] = set()
     lines = iter(text.splitlines())
@@ -45,16 +45,16 @@ def parse(text: str) -> dict[str, dict[Labels, float]]:
         assert suffix in (("_bucket", "_sum", "_count") if kind == "histogram" else ("",)), line
         labels = tuple(
             sorted(
-                (label, re.sub(r"\\.", lambda each: ESCAPES[each.group()], written))
+                (label, re.sub(r"\\.", lambda item: ESCAPES[item.group()], written))
                 for label, written in LABEL.findall(inside)
             )
         )
         assert len(dict(labels)) == len(labels)
-        samples = found.setdefault(name, {})
+        samples = result.setdefault(name, {})
         assert labels not in samples
         samples[labels] = float(value)
         assert not math.isnan(samples[labels])
-    return found
+    return result
 
 
 MODEL = 'a "quoted" \\ model\nname'
@@ -66,8 +66,8 @@ def test_a_job_is_told_in_vllms_names(tmp_path: Path) -> None:
     metrics = MetricsFile(path, MODEL, eta)
     assert parse(path.read_text())["vllm:num_requests_running"] == {(OF_MODEL,): 0}
     start = JobStart(input="in", total=9, refused=1, predicted_s=50.0)
-    for each in (eta, metrics):
-        each.started(start)
+    for item in (eta, metrics):
+        item.started(start)
     for length, reason in ((1, "stop"), (3, "length"), (300_000, "length")):
         metrics.completion(
             Completion(
@@ -83,7 +83,7 @@ def test_a_job_is_told_in_vllms_names(tmp_path: Path) -> None:
     metrics.measured(stats, {"overall": {"hits": 7, "misses": 3}})
     metrics.counts(JobCounts(total=9, completed=3, failed=1, running=2, waiting=3, prompt_tokens=192, kv_usage=0.25))
     metrics.ended("completed")
-    found = parse(path.read_text())
+    result = parse(path.read_text())
     alone = (OF_MODEL,)
     for name, value in (
         ("vllm:num_requests_running", 2),
@@ -96,11 +96,11 @@ def test_a_job_is_told_in_vllms_names(tmp_path: Path) -> None:
         ("moelight_expert_cache_hits_total", 7),
         ("moelight_job_eta_seconds", 50),
     ):
-        assert found[name][alone] == value, name
-    assert found["vllm:request_success_total"][(("finished_reason", "length"), OF_MODEL)] == 2
-    assert found["moelight_job_rows"][(OF_MODEL, ("state", "unfinished"))] == 5
-    assert found["moelight_transfer_bytes_total"][(("lane", "disk"), OF_MODEL)] == 1 << 40
-    assert found["moelight_lane_busy_seconds_total"][(("lane", "cpu"), OF_MODEL)] == 0.25
+        assert result[name][alone] == value, name
+    assert result["vllm:request_success_total"][(("finished_reason", "length"), OF_MODEL)] == 2
+    assert result["moelight_job_rows"][(OF_MODEL, ("state", "unfinished"))] == 5
+    assert result["moelight_transfer_bytes_total"][(("lane", "disk"), OF_MODEL)] == 1 << 40
+    assert result["moelight_lane_busy_seconds_total"][(("lane", "cpu"), OF_MODEL)] == 0.25
 
 
 @pytest.mark.parametrize("name", ["request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"])
@@ -112,9 +112,9 @@ def test_buckets_hold_all_that_is_below_them(tmp_path: Path, name: str) -> None:
         ended = Completion(index=0, text="", token_ids=(0,) * value, finish_reason="stop", prompt_tokens=value)
         metrics.completion(ended, room=1, latency_s=float(value))
     metrics.ended("completed")
-    found = parse(path.read_text())
-    buckets = {float(dict(labels)["le"]): count for labels, count in found[f"vllm:{name}_bucket"].items()}
+    result = parse(path.read_text())
+    buckets = {float(dict(labels)["le"]): count for labels, count in result[f"vllm:{name}_bucket"].items()}
     assert list(buckets) == sorted(buckets) and math.inf in buckets
     assert buckets == {bound: sum(value <= bound for value in values) for bound in buckets}
-    assert found[f"vllm:{name}_count"][(("model_name", "m"),)] == 5
-    assert found[f"vllm:{name}_sum"][(("model_name", "m"),)] == sum(values)
+    assert result[f"vllm:{name}_count"][(("model_name", "m"),)] == 5
+    assert result[f"vllm:{name}_sum"][(("model_name", "m"),)] == sum(values)

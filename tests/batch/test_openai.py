@@ -41,36 +41,36 @@ def read(line: dict[str, Any], **options: Any) -> Row | BadRow:
 
 
 def row(line: dict[str, Any], **options: Any) -> Row:
-    found = read(line, **options)
-    assert isinstance(found, Row), found
-    return found
+    result = read(line, **options)
+    assert isinstance(result, Row), result
+    return result
 
 
 def bad(line: dict[str, Any], **options: Any) -> BadRow:
-    found = read(line, **options)
-    assert isinstance(found, BadRow), found
-    return found
+    result = read(line, **options)
+    assert isinstance(result, BadRow), result
+    return result
 
 
 def test_a_chat_line() -> None:
     line = chat("a", max_tokens=5, temperature=0.5, stop="x", logit_bias={"7": 1.5}, user="someone", model="model")
-    found = row(line)
-    assert (found.number, found.line, found.custom_id, found.kind, found.prompts) == (3, 7, "a", CHAT, ())
-    assert found.conversation is not None
-    assert found.conversation.messages == line["body"]["messages"] and found.conversation.add_generation_prompt
-    assert found.sampling == SamplingParams(max_tokens=5, temperature=0.5, stop=("x",), logit_bias={7: 1.5})
-    assert found.shown == "What follows a?"
+    result = row(line)
+    assert (result.number, result.line, result.custom_id, result.kind, result.prompts) == (3, 7, "a", CHAT, ())
+    assert result.conversation is not None
+    assert result.conversation.messages == line["body"]["messages"] and result.conversation.add_generation_prompt
+    assert result.sampling == SamplingParams(max_tokens=5, temperature=0.5, stop=("x",), logit_bias={7: 1.5})
+    assert result.shown == "What follows a?"
 
 
 def test_every_sampling_field_arrives() -> None:
-    given = {
+    inputs = {
         "n": 2, "max_tokens": 9, "min_tokens": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 4,
         "stop": ["a"], "stop_token_ids": [1], "ignore_eos": True, "presence_penalty": 0.1, "frequency_penalty": 0.2,
         "repetition_penalty": 1.1, "logit_bias": {"3": 1.0}, "prompt_logprobs": 1, "skip_special_tokens": False,
         "include_stop_str_in_output": True, "structured_outputs": {"regex": "a+"},
     }  # fmt: skip
-    for line in (chat("a", **given), completion("a", **given)):
-        assert row(line).sampling == SamplingParams.from_dict(given)
+    for line in (chat("a", **inputs), completion("a", **inputs)):
+        assert row(line).sampling == SamplingParams.from_dict(inputs)
 
 
 def test_defaults_hold_where_a_body_is_silent() -> None:
@@ -124,8 +124,8 @@ def test_what_an_answer_must_match(given: dict[str, Any], constraint: Structured
     ],
 )
 def test_prompts_of_a_completion(prompt: Any, prompts: tuple[Any, ...]) -> None:
-    found = row(completion("a", prompt=prompt))
-    assert found.prompts == prompts and found.kind == COMPLETIONS and found.conversation is None
+    result = row(completion("a", prompt=prompt))
+    assert result.prompts == prompts and result.kind == COMPLETIONS and result.conversation is None
 
 
 def test_log_probabilities_are_asked_for_by_two_names() -> None:
@@ -145,15 +145,15 @@ def test_the_model_may_be_called_by_its_names(name: str | None) -> None:
 
 
 def test_another_model_is_not_found_unless_models_are_ignored(tmp_path: Path) -> None:
-    found = bad(chat("a", model="other"))
-    assert (found.code, found.status, found.param, found.kind) == ("model_not_found", 404, "model", CHAT)
-    assert "'other'" in found.message
+    result = bad(chat("a", model="other"))
+    assert (result.code, result.status, result.param, result.kind) == ("model_not_found", 404, "model", CHAT)
+    assert "'other'" in result.message
     row(chat("a", model="other"), models=ModelNames.of("org/model", ignore=True))
     cached = tmp_path / "models--org--name" / "snapshots" / "abc"
     cached.mkdir(parents=True)
     names = ModelNames.of(cached)
-    for known in (str(cached), f"{cached}/", "abc", "org/name", "name"):
-        row(chat("a", model=known), models=names)
+    for known_names in (str(cached), f"{cached}/", "abc", "org/name", "name"):
+        row(chat("a", model=known_names), models=names)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_another_model_is_not_found_unless_models_are_ignored(tmp_path: Path) ->
     ],
 )
 def test_the_field_at_fault_is_named(line: dict[str, Any], param: str, says: str) -> None:
-    found = bad(line)
-    assert found.param == param and says in found.message and found.custom_id == "a"
+    result = bad(line)
+    assert result.param == param and says in result.message and result.custom_id == "a"
 
 
 def test_what_is_known_and_not_served_may_stand_there_switched_off() -> None:
@@ -197,14 +197,14 @@ def likely(*tokens: int) -> dict[int, Logprob]:
 
 def answered(text: str = "Hi", *, index: int = 0, sample: int = 0, **more: Any) -> Completion:
     ids = tuple(text.encode())
-    given = {"finish_reason": "stop", "prompt_tokens": 4, "cached_tokens": 1 if sample == 0 else 4, **more}
-    return Completion(index=index, text=text, token_ids=ids, sample=sample, **given)
+    inputs = {"finish_reason": "stop", "prompt_tokens": 4, "cached_tokens": 1 if sample == 0 else 4, **more}
+    return Completion(index=index, text=text, token_ids=ids, sample=sample, **inputs)
 
 
 def answer(line: dict[str, Any], completions: Sequence[Completion]) -> dict[str, Any]:
     """The output line, read back from its bytes."""
-    found = OpenAIFormat(vocabulary=Letters()).answer(row(line), completions, SERVED)
-    back: dict[str, Any] = json.loads(to_json_line(found), parse_constant=pytest.fail)
+    result = OpenAIFormat(vocabulary=Letters()).answer(row(line), completions, SERVED)
+    back: dict[str, Any] = json.loads(to_json_line(result), parse_constant=pytest.fail)
     return back
 
 
@@ -243,14 +243,14 @@ def test_a_chat_answer() -> None:
 
 
 def test_a_chat_answer_with_log_probabilities() -> None:
-    given = answered("Hi", logprobs=(likely(72, 1, 2), likely(3, 4, 105)))
-    line = answer(chat("a", logprobs=True, top_logprobs=2), [given])
+    inputs = answered("Hi", logprobs=(likely(72, 1, 2), likely(3, 4, 105)))
+    line = answer(chat("a", logprobs=True, top_logprobs=2), [inputs])
     check_types(line)
     first, second = line["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert (first["token"], first["bytes"], first["logprob"]) == ("H", [72], -0.5)
     assert [top["bytes"] for top in first["top_logprobs"]] == [[72], [1]]
     assert second["logprob"] == -1.5 and [top["bytes"] for top in second["top_logprobs"]] == [[3], [4]]
-    line = answer(chat("a", logprobs=True), [given])
+    line = answer(chat("a", logprobs=True), [inputs])
     check_types(line)
     assert line["response"]["body"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
     line = answer(chat("a", logprobs=True), [answered("", finish_reason="length", logprobs=())])
@@ -281,8 +281,8 @@ def test_samples_and_prompts_are_choices_and_prompts_count_once() -> None:
 
 
 def test_the_log_probabilities_of_a_completion() -> None:
-    given = answered("aé", logprobs=(likely(97, 98), likely(1, 2, 0xC3), likely(0xA9)))
-    line = answer(completion("a", logprobs=1), [given])
+    inputs = answered("aé", logprobs=(likely(97, 98), likely(1, 2, 0xC3), likely(0xA9)))
+    line = answer(completion("a", logprobs=1), [inputs])
     check_types(line)
     lists = line["response"]["body"]["choices"][0]["logprobs"]
     assert lists["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"] and lists["text_offset"] == [0, 1, 11]
@@ -293,10 +293,10 @@ def test_the_log_probabilities_of_a_completion() -> None:
 
 @pytest.mark.parametrize("prompt", ["pq", [300, 112, 113]])
 def test_a_prompt_that_is_scored_and_echoed(prompt: Any) -> None:
-    given = answered(
+    inputs = answered(
         "", finish_reason="length", logprobs=(), prompt_logprobs=(None, likely(112, 1), likely(1, 113))
     )  # fmt: skip
-    line = answer(completion("a", prompt=prompt, echo=True, max_tokens=0, logprobs=1), [given])
+    line = answer(completion("a", prompt=prompt, echo=True, max_tokens=0, logprobs=1), [inputs])
     choice = line["response"]["body"]["choices"][0]
     assert choice["text"] == ("pq" if prompt == "pq" else "<s>pq")
     assert choice["logprobs"] == {
@@ -319,14 +319,14 @@ def test_log_probabilities_of_the_prompt_have_vllms_shape_and_minus_infinity_is_
 
 
 def test_ids_are_the_jobs_and_the_rows() -> None:
-    asked, given = row(chat("a")), [answered()]
+    asked, inputs = row(chat("a")), [answered()]
     wanted = OpenAIFormat()
     lines = [
-        wanted.answer(asked, given, AnswerHeader(model="m", created=at, job=job)) for at, job in [(1, "x"), (2, "x")]
+        wanted.answer(asked, inputs, AnswerHeader(model="m", created=at, job=job)) for at, job in [(1, "x"), (2, "x")]
     ]
     ids = [(line["id"], line["response"]["request_id"], line["response"]["body"]["id"]) for line in lines]
     assert ids[0] == ids[1] and len(set(ids[0])) == 3
-    other = wanted.answer(asked, given, AnswerHeader(model="m", created=1, job="y"))
+    other = wanted.answer(asked, inputs, AnswerHeader(model="m", created=1, job="y"))
     assert other["id"] != ids[0][0]
 
 
@@ -357,7 +357,7 @@ def test_good_and_bad_kinds_without_a_tokenizer(tmp_path: Path) -> None:
     """What needs no tokenizer is read without one; errors keep their codes."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([make("a") for make in GOOD.values()] + [make("b") for make, _ in BAD.values()]))
-    with open_input(path, RowContext(models=ModelNames.of("org/model"))) as found:
-        rows = list(found.rows())
-    assert all(isinstance(each, Row) for each in rows[: len(GOOD)])
-    assert [each.code for each in rows[len(GOOD) :] if isinstance(each, BadRow)] == [code for _, code in BAD.values()]
+    with open_input(path, RowContext(models=ModelNames.of("org/model"))) as result:
+        rows = list(result.rows())
+    assert all(isinstance(row, Row) for row in rows[: len(GOOD)])
+    assert [row.code for row in rows[len(GOOD) :] if isinstance(row, BadRow)] == [code for _, code in BAD.values()]

@@ -88,20 +88,20 @@ def test_refused_at_once(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_permission_is_denied(tmp_path: Path) -> None:
-    kept, locked = tmp_path / "kept", tmp_path / "locked"
-    kept.write_bytes(b"x")
-    kept.chmod(0o444)
+    retained, locked = tmp_path / "kept", tmp_path / "locked"
+    retained.write_bytes(b"x")
+    retained.chmod(0o444)
     locked.mkdir(0o555)
-    for path in (kept, locked / "out"):
+    for path in (retained, locked / "out"):
         with pytest.raises(InputError, match="permission denied"):
             check_writable(path, label="output")
 
 
 def test_a_full_disk_is_one_line() -> None:
     check_writable(Path("/dev/full"), label="output")
-    said = re.escape("output /dev/full: cannot be written (no space left on device)")
+    message = re.escape("output /dev/full: cannot be written (no space left on device)")
     for size in (1, 1_000_000):
-        with pytest.raises(InputError, match=said), whole_file(Path("/dev/full"), label="output") as write:
+        with pytest.raises(InputError, match=message), whole_file(Path("/dev/full"), label="output") as write:
             write(b"x" * size)
 
 

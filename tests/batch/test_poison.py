@@ -76,32 +76,32 @@ def batch(directory: Path, model: Path, prompts: list[str]) -> tuple[Batch, Any]
     """A batch over these once it has ended, which must be well, and its only error row."""
     data = DataDirectory(directory / "data")
     asked = [
-        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions", "body": {"prompt": each, "max_tokens": 2}}
-        for n, each in enumerate(prompts)
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, "max_tokens": 2}}
+        for n, prompt in enumerate(prompts)
     ]
     write_prompts(data.files / "file-1", *asked)
     data.store.add_file(file_of("file-1"))
     data.store.add_batch(batch_of("batch_1"))
     work(data, command=jobs.generate_command(str(model), PLANNED, line_format="openai"))
-    found = data.store.batch("batch_1")
-    assert found is not None and found.status == "completed", found
+    result = data.store.batch("batch_1")
+    assert result is not None and result.status == "completed", result
     (refused,) = read_rows((data.batches / "batch_1" / "errors.jsonl").read_text())
     data.close()
-    return found, refused
+    return result, refused
 
 
 @pytest.mark.usefixtures("forked")
 def test_a_batch_with_a_text_at_which_the_tokenizer_panics_is_completed(tmp_path: Path) -> None:
-    found, refused = batch(tmp_path, fragile(tmp_path / "model"), ["add 1 and 2 =", PANICS, "add 3 and 4 ="])
-    assert (found.counts.total, found.counts.completed, found.counts.failed) == (3, 2, 1)
+    result, refused = batch(tmp_path, fragile(tmp_path / "model"), ["add 1 and 2 =", PANICS, "add 3 and 4 ="])
+    assert (result.counts.total, result.counts.completed, result.counts.failed) == (3, 2, 1)
     assert (refused["custom_id"], refused["error"]["code"]) == ("r1", "tokenizer_failed")
 
 
 def test_n_has_a_bound(tmp_path: Path) -> None:
-    numbers = [16_385, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64, 10**4000]
-    served, refused = generate(tmp_path, GOOD, *({**GOOD, "n": n} for n in numbers), {**GOOD, "n": 2})
+    values = [16_385, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64, 10**4000]
+    served, refused = generate(tmp_path, GOOD, *({**GOOD, "n": n} for n in values), {**GOOD, "n": 2})
     assert len(served) == 2 and len(served[1]["choices"]) == 2
-    assert [row["line"] for row in refused] == [*range(2, 2 + len(numbers))]
+    assert [row["line"] for row in refused] == [*range(2, 2 + len(values))]
     assert {row["error"]["message"][:25] for row in refused} == {"n must be at most 16,384:"}
 
 
@@ -137,7 +137,7 @@ def test_rows_whose_grammars_would_end_the_process_are_error_rows(tmp_path: Path
     """Not in this process, which the second one would end."""
     rules = "\n".join(["start: r0", *(f"r{n}: r{n + 1}" for n in range(20_000)), 'r20000: "a"'])
     outputs = [{"regex": "[0-9]"}, {"json": chain(20_000)}, {"grammar": rules}, {"choice": ["yes", "no"]}]
-    prompts = write_prompts(tmp_path / "in.jsonl", *({**GOOD, "structured_outputs": each} for each in outputs))
+    prompts = write_prompts(tmp_path / "in.jsonl", *({**GOOD, "structured_outputs": output} for output in outputs))
     done = moelight("generate", prompts, "-o", tmp_path / "out", *PLANNED)
     assert done.returncode == 1, done.stderr
     digit, deep, long, choice = read_rows((tmp_path / "out").read_text())
@@ -181,8 +181,8 @@ def test_a_row_at_which_the_process_died_twice_is_an_error_row(tmp_path: Path) -
 @pytest.mark.usefixtures("forked")
 def test_a_batch_with_a_row_that_ends_its_process_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOELIGHT_FAULT", "row_1:1:kill")  # of the jobs' processes; this one has read it
-    found, refused = batch(tmp_path, DEMO, ["add 1 and 2 =", "add 5 and 6 =", "add 3 and 4 ="])
-    assert (found.counts.total, found.counts.completed, found.counts.failed) == (3, 2, 1)
+    result, refused = batch(tmp_path, DEMO, ["add 1 and 2 =", "add 5 and 6 =", "add 3 and 4 ="])
+    assert (result.counts.total, result.counts.completed, result.counts.failed) == (3, 2, 1)
     assert (refused["custom_id"], refused["error"]["code"]) == ("r1", "row_crashed")
 
 

@@ -91,14 +91,14 @@ class Disk:
             raise PowerCutError
 
     def _look(self) -> None:
-        found = list(self.directory.iterdir())
-        files = [path for path in found if ".journal" not in path.name]
+        result = list(self.directory.iterdir())
+        files = [path for path in result if ".journal" not in path.name]
         names = {path.name: path.stat().st_ino for path in (*files, *self.directory.glob("*.journal"))}
         self.current.update((path.stat().st_ino, path.read_bytes()) for path in files)
         if names != self.named[-1]:
             self.named.append(names)
         if not self.committing:
-            self.base = {path.name: path.read_bytes() for path in found if path not in files}
+            self.base = {path.name: path.read_bytes() for path in result if path not in files}
 
     def _sync(self, fd: int) -> None:
         path = Path(f"/proc/self/fd/{fd}").readlink()
@@ -114,8 +114,8 @@ class Disk:
             self._look()
         for name, inode in dice.choice(self.named).items():
             if name.endswith(".journal"):
-                for each, data in self.base.items():
-                    (directory / each).write_bytes(data)
+                for item, data in self.base.items():
+                    (directory / item).write_bytes(data)
             else:
                 (directory / name).write_bytes(self._left_of(inode, dice))
 
@@ -158,17 +158,17 @@ def work(outputs: Outputs, dice: random.Random, safe: set[int]) -> None:
 
 
 def check(outputs: Outputs) -> None:
-    found = {}
+    result = {}
     for name, path in (("rows", outputs.rows), ("errors", outputs.errors)):
         assert path is not None
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        found[name] = data.splitlines(keepends=True)
+        result[name] = data.splitlines(keepends=True)
     rows = [row(number) for number in range(ROWS) if number % 5]
     errors = [row(number) for number in range(0, ROWS, 5)]
     if outputs.order == "completion":
-        found = {name: sorted(lines) for name, lines in found.items()}
+        result = {name: sorted(lines) for name, lines in result.items()}
         rows, errors = sorted(rows), sorted(errors)
-    assert found == {"rows": rows, "errors": errors}
+    assert result == {"rows": rows, "errors": errors}
     left = {path.name for path in outputs.rows.parent.iterdir()}
     assert left == {outputs.rows.name, outputs.errors.name, f"{outputs.rows.name}.journal"}
 

@@ -57,12 +57,12 @@ def structured() -> dict[str, Any]:
 
 
 def test_fifty_rows_think_and_then_keep_to_the_schema(tmp_path: Path) -> None:
-    own = {"thinking_token_budget": 5, "chat_template_kwargs": {"thinking": "own"}}
+    original = {"thinking_token_budget": 5, "chat_template_kwargs": {"thinking": "own"}}
     lines = [chat(n, response_format=structured(), thinking_token_budget=n % 7 + 1) for n in range(50)]
     lines += [
         chat(50, response_format=structured(), chat_template_kwargs={"thinking": "off"}),
-        chat(51, response_format=structured(), logit_bias={LESS_THAN: -MORE_LIKELY}, **own),
-        chat(52, response_format=structured(), logit_bias={LESS_THAN: MORE_LIKELY}, **own),
+        chat(51, response_format=structured(), logit_bias={LESS_THAN: -MORE_LIKELY}, **original),
+        chat(52, response_format=structured(), logit_bias={LESS_THAN: MORE_LIKELY}, **original),
         chat(53, response_format=structured(), max_tokens=9),
     ]
     bodies = answers(tmp_path, lines)
@@ -77,7 +77,7 @@ def test_fifty_rows_think_and_then_keep_to_the_schema(tmp_path: Path) -> None:
         assert usage["completion_tokens"] > thought
     totals = read_record(journal_of(tmp_path / "out.jsonl")).totals
     details = [body["usage"]["completion_tokens_details"] for body in bodies]
-    assert totals["reasoning_tokens"] == sum(each["reasoning_tokens"] for each in details) > 0
+    assert totals["reasoning_tokens"] == sum(detail["reasoning_tokens"] for detail in details) > 0
     assert all(ChatCompletion.model_validate(body).usage for body in bodies)
     off, own_way, opened, cut = (body["choices"][0]["message"] for body in bodies[50:])
     assert off["reasoning_content"] is None and own_way["reasoning_content"] is None
@@ -95,14 +95,16 @@ def test_stop_texts_and_samples(tmp_path: Path) -> None:
         chat(2, stop=["<<"], chat_template_kwargs={"thinking": "own"}, thinking_token_budget=4, **bias),
         chat(3, thinking_token_budget=4, include_reasoning=False, **bias),
     ]
-    thought, closed, own, silent = answers(tmp_path, lines)
+    thought, closed, original, silent = answers(tmp_path, lines)
     for choice in thought["choices"]:
         message = choice["message"]
         assert (message["reasoning_content"], message["content"]) == ("<<<<", None)
         assert choice["finish_reason"] == "stop" and len(choice["logprobs"]["content"]) == 4 + len("</think><<")
     assert thought["usage"]["completion_tokens_details"]["reasoning_tokens"] == 24
     assert closed["choices"][0]["message"]["content"] == "" and closed["usage"]["completion_tokens"] == 2
-    assert own["choices"][0]["message"]["reasoning_content"] is None and own["usage"]["completion_tokens"] == 2
+    assert (
+        original["choices"][0]["message"]["reasoning_content"] is None and original["usage"]["completion_tokens"] == 2
+    )
     assert "reasoning_content" not in silent["choices"][0]["message"]
 
 

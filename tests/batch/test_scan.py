@@ -39,23 +39,23 @@ def completions(custom_id: str, *prompts: str, **body: object) -> dict[str, Any]
 
 
 def test_sums_of_what_can_be_served(tmp_path: Path) -> None:
-    found = scanned(
+    result = scanned(
         tmp_path,
         completions("a", "xyz", "x" * 95, n=2),
         completions("b", "x" * 100),
         completions("c", "", "x"),
         "{",
     )
-    summary = found.summary
+    summary = result.summary
     assert (summary.rows, summary.served, summary.prompts, summary.sequences) == (4, 1, 2, 4)
     assert (summary.prompt_tokens, summary.max_prompt_len) == (98, 95)
     assert (summary.generated_tokens, summary.max_gen_len) == (2 * (5 + 5), 5)
-    assert {code: each.first_line for code, each in summary.problems.items()} == {
+    assert {code: problem.first_line for code, problem in summary.problems.items()} == {
         "context_length_exceeded": 2,
         "empty_prompt": 3,
         "invalid_json": 4,
     }
-    assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(found))), Scan) == found
+    assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(result))), Scan) == result
 
 
 def test_a_limit_beyond_the_context_is_refused_and_a_default_is_cut(tmp_path: Path) -> None:
@@ -85,34 +85,34 @@ def test_rows_without_a_limit_are_planned_for_an_expected_length(tmp_path: Path)
         "(1,000 tokens); planned for an expected 256"
     )
     simple = [{"prompt": "xyz", "min_tokens": 20}, {"prompt": "x" * 990}]
-    found = scanned(tmp_path, *simple, context=1000, defaults=SamplingParams(max_tokens=None)).summary
-    assert found.limits_text == "no max_tokens: rest of the context (1,000 tokens); planned for an expected 256"
-    assert found.generated_tokens == 256 + 10
+    result = scanned(tmp_path, *simple, context=1000, defaults=SamplingParams(max_tokens=None)).summary
+    assert result.limits_text == "no max_tokens: rest of the context (1,000 tokens); planned for an expected 256"
+    assert result.generated_tokens == 256 + 10
     limited = scanned(tmp_path, *simple, context=1000, defaults=SamplingParams(max_tokens=60)).summary
     assert (limited.unlimited, limited.limits_text) == (0, "")
 
 
 def test_a_row_that_repeats_an_id_is_none_that_is_served(tmp_path: Path) -> None:
     once = scanned(tmp_path, completions("a", "xyz"), completions("b", "x"))
-    found = scanned(
+    result = scanned(
         tmp_path,
         completions("a", "xyz"),
         completions("b", "x"),
         completions("a", "uv", "w", n=3),
         completions("a", "x"),
     )
-    assert found.repeated == {2, 3}
-    assert found.summary.problems["duplicate_custom_id"].count == 2
-    assert found.summary.problems["duplicate_custom_id"].first_line == 3
-    assert (found.summary.rows, found.summary.served) == (4, 2)
+    assert result.repeated == {2, 3}
+    assert result.summary.problems["duplicate_custom_id"].count == 2
+    assert result.summary.problems["duplicate_custom_id"].first_line == 3
+    assert (result.summary.rows, result.summary.served) == (4, 2)
     for name in ("sequences", "prompts", "prompt_tokens", "generated_tokens", "histogram"):
-        assert getattr(found.summary, name) == getattr(once.summary, name)
+        assert getattr(result.summary, name) == getattr(once.summary, name)
 
 
 def test_a_row_that_is_refused_and_repeats_an_id_is_one_problem(tmp_path: Path) -> None:
-    found = scanned(tmp_path, completions("a", "x"), completions("b", wish=1), completions("b", "", ""))
-    assert found.repeated == {2}
-    assert (found.summary.served, found.summary.refused) == (1, 2)
+    result = scanned(tmp_path, completions("a", "x"), completions("b", wish=1), completions("b", "", ""))
+    assert result.repeated == {2}
+    assert (result.summary.served, result.summary.refused) == (1, 2)
 
 
 def test_rows_without_an_id_repeat_none(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_the_context_holds_a_prompt_and_a_token() -> None:
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context(tmp_path: Path) -> None:
     scored = {"max_tokens": 0, "prompt_logprobs": 0}
-    found = scanned(tmp_path, {"prompt": "x" * 101, **scored}, {"prompt": "x" * 102, **scored}, {"prompt": "x" * 100})
-    assert (found.summary.served, found.summary.generated_tokens) == (1, 0)
+    result = scanned(tmp_path, {"prompt": "x" * 101, **scored}, {"prompt": "x" * 102, **scored}, {"prompt": "x" * 100})
+    assert (result.summary.served, result.summary.generated_tokens) == (1, 0)
 
 
 def test_sampling_parameters_are_counted_up_to_a_bound(tmp_path: Path) -> None:

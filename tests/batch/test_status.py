@@ -87,7 +87,7 @@ def test_at_most_once_a_second_and_always_at_the_end(tmp_path: Path, monkeypatch
     assert snapshot.asked == 1 + 2
     snapshot.renew(now=True)
     assert snapshot.asked == 1 + 3
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_file_that_cannot_be_renewed_is_trouble_and_no_error(tmp_path: Path) -> None:
@@ -126,6 +126,6 @@ def test_names_that_are_no_utf8_have_an_id(tmp_path: Path) -> None:
     status = tmp_path / odd / "status.json"
     for output in (None, tmp_path / odd / "out.jsonl"):
         options = JobOptions(prompts=tmp_path / odd / "p.jsonl", output=output, status=status)
-        assert not any(each.trouble for each in file_watchers(options, TimeLeft()))
-        found = json.loads(status.read_text())
-        assert found["id"].startswith("batch_") and Path(found["input_file_id"]) == options.prompts
+        assert not any(watcher.trouble for watcher in file_watchers(options, TimeLeft()))
+        result = json.loads(status.read_text())
+        assert result["id"].startswith("batch_") and Path(result["input_file_id"]) == options.prompts

@@ -23,10 +23,10 @@ def test_standard_output(
     order: str, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "_HELD_BYTES", 30)
-    numbers = [*range(19, 0, -1), 0, *range(39, 20, -1), 20]
+    values = [*range(19, 0, -1), 0, *range(39, 20, -1), 20]
     with open_outputs(Outputs(rows=Path("-"), order=order), {}) as rows:  # type: ignore[arg-type]
         assert isinstance(rows, StreamRows)
-        for number in numbers:
+        for number in values:
             assert not rows.done(number)
             rows.put(number, row(number), totals={"tokens": 2})
             rows.tick()
@@ -34,8 +34,8 @@ def test_standard_output(
             rows.finish(41)
         rows.finish(40)
         assert (rows.completed, rows.failed, rows.totals) == (40, 0, {"tokens": 80})
-    said = capfdbinary.readouterr().out
-    assert said == b"".join(map(row, sorted(numbers) if order == "input" else numbers))
+    message = capfdbinary.readouterr().out
+    assert message == b"".join(map(row, sorted(values) if order == "input" else values))
 
 
 def test_a_pipe_with_a_file_of_errors(tmp_path: Path) -> None:

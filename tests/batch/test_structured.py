@@ -33,7 +33,7 @@ def options(tmp_path: Path) -> JobOptions:
         row(NEVER, n=2, temperature=1.0),
     ]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return JobOptions(prompts=path, output=tmp_path / "out.jsonl")
 
 
@@ -80,7 +80,7 @@ def test_openai_rows_keep_the_answer_beside_the_error(tmp_path: Path) -> None:
     path, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     path.write_text(line("a", None) + line("b", True))
     run_job(JobOptions(prompts=path, output=output))
-    served, refused = (json.loads(each) for each in output.read_text().splitlines())
+    served, refused = (json.loads(line) for line in output.read_text().splitlines())
     assert served["response"]["status_code"] == 200
     (choice,) = served["response"]["body"]["choices"]
     assert json.loads(choice["message"]["content"]) == [1, 1] and choice["finish_reason"] == "stop"

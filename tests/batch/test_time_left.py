@@ -48,7 +48,7 @@ def foretold(
                     index=0, text="", token_ids=(0,) * tokens, finish_reason="stop", prompt_tokens=prompt
                 )
                 eta.completion(ended, room=MAX_TOKENS)
-        running = [each for each in running if each[1] < min(each[0], MAX_TOKENS)]
+        running = [item for item in running if item[1] < min(item[0], MAX_TOKENS)]
         if passes % 4 and waiting:  # it is told a few times a second, not at every pass
             continue
         eta.counts(
@@ -119,7 +119,7 @@ def test_before_anything_is_measured_the_plan_speaks_and_then_the_run() -> None:
     told = foretold(
         [10 * MAX_TOKENS] * 300, Cost(generated=3 * 290 / (300 * MAX_TOKENS)), places=30, prompt=40, start=plan
     )
-    first, later = told[0], next(each for each in told if each[0] > 0.1)
+    first, later = told[0], next(item for item in told if item[0] > 0.1)
     assert first[1] is not None and 250 < first[1] < 900
     assert later[1] == pytest.approx(later[2], rel=0.2)
 

@@ -57,7 +57,7 @@ def test_forced_calls(tmp_path: Path) -> None:
     ]
     bodies = answers(tmp_path, *asked)
     choices = [ChatCompletion.model_validate(body).choices for body in bodies]
-    for choice in [each for several in choices[:3] for each in several]:
+    for choice in [item for several in choices[:3] for item in several]:
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         assert choice.message.tool_calls
         for call in choice.message.tool_calls:
@@ -69,7 +69,7 @@ def test_forced_calls(tmp_path: Path) -> None:
     assert [len(choices[2][0].message.tool_calls or ())] == [1]
     for (choice,) in choices[3:]:
         assert choice.finish_reason == "length" and choice.message.content and not choice.message.tool_calls
-    ids = [call.id for several in choices for each in several for call in each.message.tool_calls or ()]
+    ids = [call.id for several in choices for item in several for call in item.message.tool_calls or ()]
     assert len(set(ids)) == len(ids)
     again = answers(tmp_path / "again", *asked)
     assert [body["choices"] for body in again] == [body["choices"] for body in bodies]

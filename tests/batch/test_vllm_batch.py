@@ -66,9 +66,9 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
     run_job(JobOptions(prompts=BATCH, model=str(model), output=output, device="cpu"))
-    numbers = [number for number, line in enumerate(BATCH.read_text().split("\n"), start=1) if line.strip()]
+    values = [number for number, line in enumerate(BATCH.read_text().split("\n"), start=1) if line.strip()]
     rows = map(json.loads, output.read_text().splitlines())
-    return dict(zip(numbers, rows, strict=True))
+    return dict(zip(values, rows, strict=True))
 
 
 def outcome(row: dict[str, Any]) -> tuple[str, int] | str:

@@ -20,14 +20,14 @@ _TASKS = Path("/proc/self/task")
 
 def ran(script: str, *arguments: object, changes: Mapping[str, Any] | None = None) -> Any:
     """The last line that ``script`` prints, which is JSON; ``changes`` are values by the names that have them then."""
-    with pytest.MonkeyPatch.context() as patch, _unbound(), contextlib.redirect_stdout(io.StringIO()) as said:
+    with pytest.MonkeyPatch.context() as patch, _unbound(), contextlib.redirect_stdout(io.StringIO()) as message:
         patch.syspath_prepend(str(BENCHMARKS))
         patch.setenv("GOMP_SPINCOUNT", "10000")  # without it a script may start itself again
         patch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
         for name, value in {"make_checkpoint._TRAINING_FILES": 3, **(changes or {})}.items():
             patch.setattr(name, value)
         importlib.import_module(script).main()
-    return json.loads(said.getvalue().splitlines()[-1])
+    return json.loads(message.getvalue().splitlines()[-1])
 
 
 @contextlib.contextmanager

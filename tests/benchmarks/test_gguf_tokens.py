@@ -17,14 +17,16 @@ def test_zeros_around_matrices_change_no_logit(tmp_path: Path, monkeypatch: pyte
     source = BENCHMARKS.parent / "moelight" / "demo"
     importlib.import_module("experts_sections.padded").pad_to_blocks(source, tmp_path / "blocks")
     ids = torch.arange(3, 43).view(2, 20)
-    wanted, found = (
-        AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(input_ids=ids).logits
-        for place in (source, tmp_path / "blocks")
+    wanted, result = (
+        AutoModelForCausalLM.from_pretrained(position, dtype=torch.float32)(input_ids=ids).logits
+        for position in (source, tmp_path / "blocks")
     )
-    assert found.shape[-1] == wanted.shape[-1] + 1
-    torch.testing.assert_close(found[..., :-1], wanted, atol=1e-3, rtol=1e-3)
-    assert torch.equal(found[..., -1], found[..., 2])
+    assert result.shape[-1] == wanted.shape[-1] + 1
+    torch.testing.assert_close(result[..., :-1], wanted, atol=1e-3, rtol=1e-3)
+    assert torch.equal(result[..., -1], result[..., 2])
     matrices = [
-        each for each in AutoModelForCausalLM.from_pretrained(tmp_path / "blocks").parameters() if each.ndim > 1
+        parameter
+        for parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "blocks").parameters()
+        if parameter.ndim > 1
     ]
-    assert all(each.shape[-1] % 256 == 0 for each in matrices)
+    assert all(matrix.shape[-1] % 256 == 0 for matrix in matrices)

@@ -35,8 +35,8 @@ def setting_of(module: Any, path: Path, *, seconds: float = 60.0, **changes: Any
     scratch = path / "scratch"
     scratch.mkdir()
     until = time.monotonic() + seconds
-    given = {"device": "twin", "small": True, "scratch": scratch, "results": path, "until": until, **changes}
-    return module("gpu_sections.setting").Setting(**given)
+    inputs = {"device": "twin", "small": True, "scratch": scratch, "results": path, "until": until, **changes}
+    return module("gpu_sections.setting").Setting(**inputs)
 
 
 def inside(name: str, arguments: list[str], seconds: float, environment: Mapping[str, str]) -> Any:
@@ -64,10 +64,10 @@ def test_cheap_parts_run_on_a_twin(module: Any, tmp_path: Path) -> None:
     options = ["--device", "twin", "--out", tmp_path, "--parts"]
     options += ["tokens", "profile", "shapes", "quantised", "least", "long"]
     module("gpu")
-    said = ran("gpu", *options, changes=changes)
+    message = ran("gpu", *options, changes=changes)
     (report,) = (json.loads(path.read_text()) for path in tmp_path.glob("gpu_twin_*.json"))
     parts = report["parts"]
-    assert {name: found["state"] for name, found in parts.items()} == {
+    assert {name: part["state"] for name, part in parts.items()} == {
         "tokens": "done",
         "profile": "left out",
         "shapes": "done",
@@ -84,7 +84,7 @@ def test_cheap_parts_run_on_a_twin(module: Any, tmp_path: Path) -> None:
     assert 0 < crossed[1] < crossed[0] / 2, "int4 pages cross as they are stored"
     assert {row["format"] for row in parts["quantised"]["products"]} > {"16 bits", "int4", "Q4_K", "fp8 blocks"}
     assert parts["long"]["completed"] == parts["long"]["requests"] == 12
-    assert said["goals"] == report["goals"] and said["parts"]["profile"]["why"].startswith("needs a card")
+    assert message["goals"] == report["goals"] and message["parts"]["profile"]["why"].startswith("needs a card")
     (text,) = (path.read_text() for path in tmp_path.glob("gpu_twin_*.md"))
     assert "| float32 tokens in every order are the CPU's | 3 of 3 orders | yes |" in text
     assert "| the least device memory that a refusal names runs | 1 of 1 orders | yes |" in text
@@ -95,23 +95,23 @@ def test_cheap_parts_run_on_a_twin(module: Any, tmp_path: Path) -> None:
 def test_a_part_that_breaks_stops_no_other(module: Any, tmp_path: Path) -> None:
     gpu, setting = module("gpu"), module("gpu_sections.setting")
 
-    def broken(mine: Any) -> None:
-        mine.keep(rows=[{"run": "one"}])
+    def broken(selected: Any) -> None:
+        selected.keep(rows=[{"run": "one"}])
         raise ZeroDivisionError("in the\nmiddle")
 
-    def cut(mine: Any) -> None:
-        mine.until = 0.0
-        mine.moelight("doctor")
+    def cut(selected: Any) -> None:
+        selected.until = 0.0
+        selected.moelight("doctor")
 
     parts = {
         "environment": gpu.Part(broken, lambda figures: [str(figures["absent"])], 60.0),
         "tokens": gpu.Part(cut, lambda _: [], 60.0),
         "profile": gpu.PARTS["profile"],
-        "least": gpu.Part(lambda mine: mine.add_row(unable="no such order"), lambda _: [], 60.0),
-        "long": gpu.Part(lambda mine: mine.keep(completed=3), lambda _: ["three"], 60.0),
+        "least": gpu.Part(lambda selected: selected.add_row(unable="no such order"), lambda _: [], 60.0),
+        "long": gpu.Part(lambda selected: selected.keep(completed=3), lambda _: ["three"], 60.0),
     }
-    said = ran("gpu", "--device", "twin", "--out", tmp_path, "--parts", *parts, changes={"gpu.PARTS": parts})
-    assert {name: (found["state"], found.get("why", "")) for name, found in said["parts"].items()} == {
+    message = ran("gpu", "--device", "twin", "--out", tmp_path, "--parts", *parts, changes={"gpu.PARTS": parts})
+    assert {name: (result["state"], result.get("why", "")) for name, result in message["parts"].items()} == {
         "environment": ("failed", "ZeroDivisionError: in the middle"),
         "tokens": ("cut", "no time was left to start it"),
         "profile": (
@@ -130,8 +130,8 @@ def test_a_part_that_breaks_stops_no_other(module: Any, tmp_path: Path) -> None:
 def test_what_came_before_counts_and_nothing_starts_late(module: Any, tmp_path: Path) -> None:
     began = time.time() - 540
     module("gpu")
-    said = ran("gpu", "--device", "twin", "--began", began, "--out", tmp_path, "--parts", "tokens", "least")
-    assert {found["state"] for found in said["parts"].values()} == {"not started"}
+    message = ran("gpu", "--device", "twin", "--began", began, "--out", tmp_path, "--parts", "tokens", "least")
+    assert {result["state"] for result in message["parts"].values()} == {"not started"}
 
 
 def test_a_program_that_hangs_is_killed_with_all_it_started(module: Any, tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_outcomes_survive_a_crash_and_a_lost_device(module: Any, tmp_path: Path)
     suites, path = module("gpu_sections.suites"), tmp_path / "test_card.py"
     path.write_text(TESTS)
     setting = setting_of(module, tmp_path)
-    found = suites.run_tests(setting, "some", [str(path)], environment={"MARK": "set"})
-    assert {test.partition("::")[2]: line["outcome"] for test, line in found.items()} == {
+    result = suites.run_tests(setting, "some", [str(path)], environment={"MARK": "set"})
+    assert {test.partition("::")[2]: line["outcome"] for test, line in result.items()} == {
         "test_passes": "passed",
         "test_fails": "failed",
         "test_skipped": "skipped",
@@ -171,11 +171,11 @@ def test_outcomes_survive_a_crash_and_a_lost_device(module: Any, tmp_path: Path)
         "test_loses_the_device": "failed",
         "test_runs_in_a_new_process": "passed",
     }
-    figures = suites.summary(found)
+    figures = suites.summary(result)
     assert (figures["passed"], figures["failed"], figures["crashed"], figures["skipped"]) == (2, 2, 1, 1)
-    assert {each["test"].partition("::")[2]: each["said"] for each in figures["failures"]}["test_fails"].startswith(
-        "assert (1 + 1) == 3"
-    )
+    assert {figure["test"].partition("::")[2]: figure["said"] for figure in figures["failures"]}[
+        "test_fails"
+    ].startswith("assert (1 + 1) == 3")
     assert figures["skipped_for"] == {"Skipped: no tensor cores": 1}
     assert suites.lines(figures)[0] == "2 passed, 2 failed, 1 crashed, 1 skipped, 0 cut"
 
@@ -183,10 +183,12 @@ def test_outcomes_survive_a_crash_and_a_lost_device(module: Any, tmp_path: Path)
 def test_sharing_and_repeating_tests(module: Any, tmp_path: Path) -> None:
     suites, path = module("gpu_sections.suites"), tmp_path / "test_card.py"
     path.write_text("def test_one(): pass\ndef test_two(): pass\n")
-    found = suites.run_tests(setting_of(module, tmp_path), "some", [str(path), "--turns", "3"], shards=2)
-    assert len(found) == 6 and {line["outcome"] for line in found.values()} == {"passed"}
-    own = [list(map(int, re.findall(r"\[(\d)\]", " ".join(_begun(path))))) for path in tmp_path.rglob("some-*.jsonl")]
-    assert all(turns == sorted(turns) for turns in own) and sum(map(len, own)) == 6
+    result = suites.run_tests(setting_of(module, tmp_path), "some", [str(path), "--turns", "3"], shards=2)
+    assert len(result) == 6 and {line["outcome"] for line in result.values()} == {"passed"}
+    original = [
+        list(map(int, re.findall(r"\[(\d)\]", " ".join(_begun(path))))) for path in tmp_path.rglob("some-*.jsonl")
+    ]
+    assert all(turns == sorted(turns) for turns in original) and sum(map(len, original)) == 6
 
 
 def _begun(path: Path) -> list[str]:
@@ -221,22 +223,22 @@ def test_calls_and_copies_a_pass(module: Any) -> None:
         *[call("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", dur=5.0, args={"bytes": 100})] * 4,
         {"ph": "M", "name": "process_name"},
     ]
-    found = module("gpu_sections.launches").figures_of(events, passes=2, layers=3, micro_batches=1)
-    assert (found["launches"], found["launches_per_layer_and_micro_batch"]) == (9.0, 3.0)
-    assert (found["waits"], found["copies"], found["allocations"]) == (1.5, 3.5, 0.5)
-    assert found["copied"] == {"Memcpy HtoD (Pinned -> Device)": {"count": 2.0, "bytes": 200.0, "us": 10.0}}
-    assert [(row["name"], row["count"], row["us"]) for row in found["kernels"]] == [
+    result = module("gpu_sections.launches").figures_of(events, passes=2, layers=3, micro_batches=1)
+    assert (result["launches"], result["launches_per_layer_and_micro_batch"]) == (9.0, 3.0)
+    assert (result["waits"], result["copies"], result["allocations"]) == (1.5, 3.5, 0.5)
+    assert result["copied"] == {"Memcpy HtoD (Pinned -> Device)": {"count": 2.0, "bytes": 200.0, "us": 10.0}}
+    assert [(row["name"], row["count"], row["us"]) for row in result["kernels"]] == [
         ("gemm", 4.0, 12.0),
         ("norm", 2.0, 2.0),
     ]
-    assert found["kernel_s"] == pytest.approx(14e-6)
+    assert result["kernel_s"] == pytest.approx(14e-6)
 
 
 def test_growth_and_drift(module: Any) -> None:
     rows = [(n, 1000 + (50 if n < 4 else 0) + n, 7000, 1e-4 + n * 1e-5) for n in range(20)]
-    found = module("gpu_sections.long").figures_of(rows, 20)
-    assert found["grown_bytes"] == {"host": 15, "device": 0}
-    assert found["clock"]["last_s"] - found["clock"]["first_s"] == pytest.approx(18e-5)
+    result = module("gpu_sections.long").figures_of(rows, 20)
+    assert result["grown_bytes"] == {"host": 15, "device": 0}
+    assert result["clock"]["last_s"] - result["clock"]["first_s"] == pytest.approx(18e-5)
 
 
 def shape_row(predicted: float, measured: float, busy: float, rate: float) -> dict[str, Any]:
@@ -270,19 +272,19 @@ def test_goals_are_met_or_missed(module: Any) -> None:
         "small-card": {"rows": [small_card_row("16GiB", 100.0, 40.0), small_card_row("moe-gen", 1.0, 1.0)]},
         "profile": {"links": {"host_to_device": 47.25e9}, "bytes_per_s": {"device": 640e9}},
     }
-    found = {each["goal"]: (each["found"], each["met"]) for each in module("gpu_sections.goals").goals(parts)}
-    assert found["tests marked gpu pass"] == ("3 passed, 1 did not", False)
-    assert found["m, cgopipe: predicted pass within 10 %"] == ("+5.0%", True)
-    assert found["m, cgopipe: link 90 % busy at 90 % of pinned copies"] == ("92.0% at 92.0%", True)
-    assert found["m, cgopipe: at most 20 launches a layer and micro-batch"] == ("21.0", False)
-    assert found["m, cgopipe: no wait for the device a layer"] == ("3.0 a pass", True)
-    assert found["small card 16GiB: link 90 % busy at 90 % of pinned copies"] == ("95.0% at 85.0%", False)
-    assert found["small card 16GiB: 3 x accelerate"] == ("2.5 x", False)
+    result = {goal["goal"]: (goal["found"], goal["met"]) for goal in module("gpu_sections.goals").goals(parts)}
+    assert result["tests marked gpu pass"] == ("3 passed, 1 did not", False)
+    assert result["m, cgopipe: predicted pass within 10 %"] == ("+5.0%", True)
+    assert result["m, cgopipe: link 90 % busy at 90 % of pinned copies"] == ("92.0% at 92.0%", True)
+    assert result["m, cgopipe: at most 20 launches a layer and micro-batch"] == ("21.0", False)
+    assert result["m, cgopipe: no wait for the device a layer"] == ("3.0 a pass", True)
+    assert result["small card 16GiB: link 90 % busy at 90 % of pinned copies"] == ("95.0% at 85.0%", False)
+    assert result["small card 16GiB: 3 x accelerate"] == ("2.5 x", False)
     # The memory of this device is twice a T4's, its link three times a T4's; 16 layers of 32: four times as fast. Of
     # the A5000, whose memory is faster than ours, 640 / 768.
-    assert found["MoE-Lightning, T4, 32 new tokens: 63 tok/s published, 252 scaled"] == ("100 tok/s", False)
-    assert found["MoE-Gen, A5000, decode: 469 tok/s published, 782 scaled"] == ("500 tok/s", False)
-    assert found["MoE-Gen, A5000, prefill: 2790 tok/s published, 4650 scaled"] == ("8000 tok/s", True)
+    assert result["MoE-Lightning, T4, 32 new tokens: 63 tok/s published, 252 scaled"] == ("100 tok/s", False)
+    assert result["MoE-Gen, A5000, decode: 469 tok/s published, 782 scaled"] == ("500 tok/s", False)
+    assert result["MoE-Gen, A5000, prefill: 2790 tok/s published, 4650 scaled"] == ("8000 tok/s", True)
     assert module("gpu_sections.goals").goals({}) == []
 
 
@@ -290,8 +292,8 @@ def test_reports_of_several_runs_are_joined(module: Any, tmp_path: Path) -> None
     def report(name: str, **parts: str) -> Path:
         about = {"benchmark": "gpu", "card": "NVIDIA H200", "device": "auto", "date": "2026-11-23", "goals": []}
         path = tmp_path / f"{name}.json"
-        found = {part: {"state": state, "seconds": 1.0, "note": name} for part, state in parts.items()}
-        path.write_text(json.dumps({**about, "parts": found}))
+        result = {part: {"state": state, "seconds": 1.0, "note": name} for part, state in parts.items()}
+        path.write_text(json.dumps({**about, "parts": result}))
         return path
 
     first = report("gpu_h200_2026-11-23", tests="failed", streams="not started")
@@ -300,7 +302,7 @@ def test_reports_of_several_runs_are_joined(module: Any, tmp_path: Path) -> None
     out = tmp_path / "joined"
     ran("gpu", "--join", first, second, "--out", out)
     joined = json.loads((out / "gpu_h200_2026-11-23.json").read_text())
-    assert {name: (found["state"], found["note"]) for name, found in joined["parts"].items()} == {
+    assert {name: (result["state"], result["note"]) for name, result in joined["parts"].items()} == {
         "tests": ("failed", "gpu_h200_2026-11-23"),
         "streams": ("done", "second"),
     }
@@ -319,7 +321,7 @@ def test_sleeps_change_no_token(module: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     def answers() -> list[tuple[int, ...]]:
         with Engine(policy, device="twin", lanes="threads") as engine:
-            return [each.token_ids for each in engine.generate([[5, 6, 7], [8, 9]], how)]
+            return [item.token_ids for item in engine.generate([[5, 6, 7], [8, 9]], how)]
 
     before = answers()
     monkeypatch.setattr(StreamTicket, "launch", StreamTicket.launch)  # put back afterwards

@@ -62,9 +62,9 @@ def test_results_and_traces_are_kept(report: dict[str, Any], kept: Path) -> None
 def test_real_files_are_read_and_kept_for_another_run(tmp_path: Path) -> None:
     options = ["--device", "twin", "--tiny", "--real", "mixtral-6g", "--model", tmp_path / "model"]
     few = ["--contestants", "cgopipe", "--prompt-len", "5", "--rounds", "0"]
-    found = ran("gpu_small_card", *options, *few)
-    (row,) = found["rows"]
-    assert (found["files"], found["prompt_len"], row["jobs"]) == ("mixtral-6g", 5, [])
+    result = ran("gpu_small_card", *options, *few)
+    (row,) = result["rows"]
+    assert (result["files"], result["prompt_len"], row["jobs"]) == ("mixtral-6g", 5, [])
     assert row["steady"]["prompt_tokens"] == 5 * row["steady"]["sequences"]
     assert row["predicted_pass_s"] > 0
     assert all(
@@ -83,6 +83,6 @@ def test_prompts_are_mtbenchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(lengths) == 418
     assert lengths == sorted(lengths)
     asked = mtbench_requests(160, 7, 512)
-    assert sorted(len(each.token_ids) for each in asked) == sorted(lengths * 2)
-    assert {each.sampling.max_tokens for each in asked} == {7}
-    assert all(3 <= token < 512 for each in asked for token in each.token_ids)
+    assert sorted(len(item.token_ids) for item in asked) == sorted(lengths * 2)
+    assert {item.sampling.max_tokens for item in asked} == {7}
+    assert all(3 <= token < 512 for item in asked for token in item.token_ids)

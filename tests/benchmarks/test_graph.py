@@ -16,15 +16,15 @@ from tests.benchmarks.scripts import BENCHMARKS
 
 @pytest.fixture
 def graph(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for place in (BENCHMARKS / "generators", BENCHMARKS):
-        monkeypatch.syspath_prepend(str(place))
+    for position in (BENCHMARKS / "generators", BENCHMARKS):
+        monkeypatch.syspath_prepend(str(position))
     return importlib.import_module("graph")
 
 
 def result(ratios: dict[int, dict[str, float]]) -> dict[str, Any]:
     rows = [
-        {"batch": batch, "contestants": {name: {"moelight_ratio": ratio} for name, ratio in each.items()}}
-        for batch, each in ratios.items()
+        {"batch": batch, "contestants": {name: {"moelight_ratio": ratio} for name, ratio in ratio.items()}}
+        for batch, ratio in ratios.items()
     ]
     return {"model": "m", "batches": rows}
 

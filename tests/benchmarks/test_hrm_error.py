@@ -56,13 +56,13 @@ def test_held_out_models_differ_in_every_size_and_are_small(runs: ModuleType) ->
 
 
 def test_a_quick_check_has_one_run_of_each_model(error: ModuleType, runs: ModuleType) -> None:
-    found = error.quick(runs.HELD_OUT)
-    assert {run.model for run in found} == {run.model for run in runs.HELD_OUT} and len(found) == 4
+    result = error.quick(runs.HELD_OUT)
+    assert {run.model for run in result} == {run.model for run in runs.HELD_OUT} and len(result) == 4
 
 
 def test_the_median_round_counts_and_its_error_has_a_sign(error: ModuleType) -> None:
-    found = error.combined([row(80.0), row(125.0), row(100.0)])
-    assert found["error"] == 0.0 and found["noise"] == pytest.approx(0.2)
+    result = error.combined([row(80.0), row(125.0), row(100.0)])
+    assert result["error"] == 0.0 and result["noise"] == pytest.approx(0.2)
     assert error.combined([row(80.0)])["error"] == pytest.approx(0.25)
     assert error.combined([row(125.0)])["error"] == pytest.approx(-0.2)
     assert error.combined([row(1.0, measured_disk_bytes=size) for size in (1, 5, 9)])["measured_disk_bytes"] == 5
@@ -71,9 +71,9 @@ def test_the_median_round_counts_and_its_error_has_a_sign(error: ModuleType) -> 
 def test_a_summary_is_of_one_set_and_split_by_the_lane_that_binds(error: ModuleType) -> None:
     fast, slow, none = (error.combined([row(measured)]) for measured in (80.0, 200.0, 100.0))
     rows = [fast, {**slow, "binding": "disk"}, none, error.combined([row(1.0, set="fit")])]
-    found = error.summary(rows, "held-out")
-    assert found["runs"] == 3 and found["worst_error"] == pytest.approx(-0.5)
-    assert found["median_error"] == pytest.approx(0.25) and found["median_signed_error"] == 0.0
-    assert found["by_binding"]["disk"]["worst_error"] == pytest.approx(-0.5)
-    assert found["by_binding"]["cpu"]["runs"] == 2
-    assert "roof" in error._said("held-out", found)
+    result = error.summary(rows, "held-out")
+    assert result["runs"] == 3 and result["worst_error"] == pytest.approx(-0.5)
+    assert result["median_error"] == pytest.approx(0.25) and result["median_signed_error"] == 0.0
+    assert result["by_binding"]["disk"]["worst_error"] == pytest.approx(-0.5)
+    assert result["by_binding"]["cpu"]["runs"] == 2
+    assert "roof" in error._said("held-out", result)

@@ -82,9 +82,9 @@ def test_names_of_machines(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     lines = f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\n"
     (tmp_path / "cpuinfo").write_text(lines, encoding="utf-8")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    found = importlib.import_module("kernel_cases.report")
-    monkeypatch.setattr(native, "cpu_features", lambda: {each: each in features for each in found._UNITS})
-    assert found.machine_name(8, proc=tmp_path) == name
+    result = importlib.import_module("kernel_cases.report")
+    monkeypatch.setattr(native, "cpu_features", lambda: {item: item in features for item in result._UNITS})
+    assert result.machine_name(8, proc=tmp_path) == name
 
 
 def test_a_case_that_is_not_there() -> None:
@@ -100,5 +100,5 @@ def test_it_starts_again_with_short_spins() -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     command = [sys.executable, "-c", program, "--only", "copy 4"]
-    said = subprocess.check_output(command, cwd=BENCHMARKS, env=environment, timeout=300)
-    assert json.loads(said) == ["10000", ["--only", "copy 4"]]
+    message = subprocess.check_output(command, cwd=BENCHMARKS, env=environment, timeout=300)
+    assert json.loads(message) == ["10000", ["--only", "copy 4"]]

@@ -79,9 +79,9 @@ def test_transformers_loads_it_and_our_audit_finds_nothing(
     slot = torch.empty(page_bytes(profile, weight_map.dtype), dtype=torch.uint8)
     with PageReader(weight_map, profile, theirs.dtype) as reader:
         reader.start(list(weight_map.pages)[-1], slot)
-    numbers = slot.view(theirs.dtype).float()
-    assert abs(numbers.mean().item()) < 0.003
-    assert 0.018 < numbers.std().item() < 0.022
+    values = slot.view(theirs.dtype).float()
+    assert abs(values.mean().item()) < 0.003
+    assert 0.018 < values.std().item() < 0.022
 
 
 @pytest.mark.parametrize("model", ["dbrx", "gpt-oss-20b", "deepseek-v2-lite"])

@@ -25,8 +25,8 @@ OURS = "moelight"
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports a module of the benchmarks by name, as the scripts do."""
-    for place in (BENCHMARKS / "generators", BENCHMARKS):
-        monkeypatch.syspath_prepend(str(place))
+    for position in (BENCHMARKS / "generators", BENCHMARKS):
+        monkeypatch.syspath_prepend(str(position))
 
     def load(name: str) -> ModuleType:
         return importlib.import_module(name)
@@ -41,7 +41,7 @@ def span(lane: Lane, start: float, end: float, size: int = 0) -> Span:
 def watched(module: Any, tokens: list[int]) -> Any:
     """Passes of one second each; in every one the disk works from 0.2 to 0.7 and from 0.5 to 1.0, 100 bytes each, and
     the CPU from 0 to 0.25."""
-    found = module("lane_figures").Watched(began=10.0)
+    result = module("lane_figures").Watched(began=10.0)
     for number, count in enumerate(tokens):
         at = 10.0 + number
         spans = [
@@ -49,8 +49,8 @@ def watched(module: Any, tokens: list[int]) -> Any:
             span(Lane.DISK, at + 0.5, at + 1.0, 100),
             span(Lane.CPU, at, at + 0.25),
         ]
-        found.add(spans, count, at + 1.0)
-    return found
+        result.add(spans, count, at + 1.0)
+    return result
 
 
 def test_a_lane_is_busy_while_any_of_its_tasks_runs(module: Any) -> None:
@@ -63,13 +63,13 @@ def test_a_lane_is_busy_while_any_of_its_tasks_runs(module: Any) -> None:
 
 
 def test_a_read_that_began_in_an_earlier_pass_counts_in_part(module: Any) -> None:
-    found = module("lane_figures").Watched(began=0.0)
-    found.add([], 1, 1.0)
-    found.add([span(Lane.DISK, 0.5, 1.5, 100)], 1, 2.0)
-    lanes = found.figures(range(1, 2))
+    result = module("lane_figures").Watched(began=0.0)
+    result.add([], 1, 1.0)
+    result.add([span(Lane.DISK, 0.5, 1.5, 100)], 1, 2.0)
+    lanes = result.figures(range(1, 2))
     assert lanes["disk"]["busy_share"] == pytest.approx(0.5)
     assert lanes["disk"]["bytes"] == pytest.approx(50)
-    assert found.seconds(range(1, 2)) == 1.0
+    assert result.seconds(range(1, 2)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,14 @@ def test_a_read_that_began_in_an_earlier_pass_counts_in_part(module: Any) -> Non
     ],
 )
 def test_steady_passes_decode_every_sequence_and_nothing_else(module: Any, tokens: list[int], steady: range) -> None:
-    found = watched(module, tokens).steady(4)
-    assert list(found) == list(steady)
+    result = watched(module, tokens).steady(4)
+    assert list(result) == list(steady)
 
 
 def test_no_steady_passes_have_no_figures(module: Any) -> None:
-    found = watched(module, [1, 2])
-    assert found.figures(found.steady(4)) == {}
-    assert found.seconds(found.steady(4)) == 0.0
+    result = watched(module, [1, 2])
+    assert result.figures(result.steady(4)) == {}
+    assert result.seconds(result.steady(4)) == 0.0
 
 
 @examples(100)
@@ -209,8 +209,8 @@ def test_forms_are_compared_with_everybody_at_the_best_batch_size(module: Any) -
     ]
     rows = [row_of("cgopipe", 64, 50.0, [[1]]), row_of("cgopipe", 256, 75.0, [[1]])]
     peers = [{"peer": "llamacpp-Q4_K_M", "batch": 64, "tokens_per_s": 30.0}, {"peer": "accelerate", "absent": "none"}]
-    found = module("pipeline_sections.disk").bars_of_forms(forms, rows, peers)
-    assert found == {
+    result = module("pipeline_sections.disk").bars_of_forms(forms, rows, peers)
+    assert result == {
         "int4 over moelight": 4.0,
         "int4 over llamacpp-Q4_K_M": 10.0,
         "int4, int8 activations over moelight": 4.4,
@@ -237,8 +237,8 @@ def test_bars_of_resident_models(module: Any) -> None:
         row(16, **{"vllm-compiled": 1.2, "llamacpp": 0.5}),
         row(1, **{"vllm-compiled": 0.9}),
     ]
-    found = module("pipeline_sections.resident").below(table)
-    assert [(miss["batch"], miss["peer"], miss["bar"]) for miss in found] == [
+    result = module("pipeline_sections.resident").below(table)
+    assert [(miss["batch"], miss["peer"], miss["bar"]) for miss in result] == [
         (64, "vllm-compiled", 1.3),
         (64, "openvino", 2.0),
         (1, "vllm-compiled", 1.0),
@@ -246,8 +246,8 @@ def test_bars_of_resident_models(module: Any) -> None:
 
 
 def test_growth_is_from_the_settled_state_to_the_end(module: Any) -> None:
-    found = module("pipeline_sections.long").resident([[200, 1000], [300, 1300], [-1, 1100]], 1400, 2000)
-    assert (found["growth_bytes"], found["share"]) == (100, 0.7)
+    result = module("pipeline_sections.long").resident([[200, 1000], [300, 1300], [-1, 1100]], 1400, 2000)
+    assert (result["growth_bytes"], result["share"]) == (100, 0.7)
 
 
 @pytest.mark.thorough
@@ -264,13 +264,13 @@ def test_a_small_run_end_to_end(tmp_path: Path) -> None:
         "long.SETTLED": 20,
     }
     sizes["long.measure_base"] = lambda: 0  # `test_memory.py` measures it
-    found = ran("pipeline", *options, changes={f"pipeline_sections.{name}": size for name, size in sizes.items()})
-    (row,) = found["refill"]["rows"]
+    result = ran("pipeline", *options, changes={f"pipeline_sections.{name}": size for name, size in sizes.items()})
+    (row,) = result["refill"]["rows"]
     assert row["identical_tokens"]
     assert row["policy"]["static"]["admission"] == "static"
     assert {key: value for key, value in row["policy"]["static"].items() if key != "admission"} == {
         key: value for key, value in row["policy"]["refill"].items() if key != "admission"
     }
-    completions = [count for count, _ in found["long"]["resident_bytes"]]
+    completions = [count for count, _ in result["long"]["resident_bytes"]]
     assert completions == [20, -1]
-    assert found["long"]["peak_rss_bytes"] >= found["long"]["settled_bytes"] > 0
+    assert result["long"]["peak_rss_bytes"] >= result["long"]["settled_bytes"] > 0

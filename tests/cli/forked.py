@@ -16,8 +16,8 @@ _READERS = ("moelight.batch", "moelight.cli", "moelight.serve")
 class Streams:
     """File descriptors of this process that become stdin, stdout and stderr of another; None becomes a closed one."""
 
-    def __init__(self, *numbers: int | None) -> None:
-        self.numbers = numbers
+    def __init__(self, *values: int | None) -> None:
+        self.numbers = values
 
     def __reduce__(self) -> tuple[Any, ...]:  # while a process starts, which takes them along
         return Received, tuple(None if number is None else DupFd(number) for number in self.numbers)

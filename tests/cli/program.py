@@ -48,7 +48,7 @@ class Program:
             "HF_HUB_OFFLINE": "1",
             **(env_extra or {}),
         }
-        command = (module, [str(each) for each in arguments], str(cwd or Path.cwd()), environment)
+        command = (module, [str(argument) for argument in arguments], str(cwd or Path.cwd()), environment)
         self._process = _FORKING.Process(target=forked.run, args=(*command, forked.Streams(*streams)), daemon=True)
         self._process.start()
         self.pid: int = self._process.pid
@@ -85,17 +85,17 @@ def moelight(
     stdout and stderr are pipes, whose text is returned, or the descriptor of a ``terminal``.
     """
     with contextlib.ExitStack() as opened:
-        given = opened.enter_context(open(os.devnull)) if stdin is None else stdin
+        inputs = opened.enter_context(open(os.devnull)) if stdin is None else stdin
         pipes = [os.pipe(), os.pipe()] if terminal is None else []
         written = [end for _, end in pipes] or [terminal, terminal]
-        program = Program(module, *arguments, cwd=cwd, env_extra=env_extra, streams=(given.fileno(), *written))
+        program = Program(module, *arguments, cwd=cwd, env_extra=env_extra, streams=(inputs.fileno(), *written))
         for _, end in pipes:
             os.close(end)
         with ThreadPoolExecutor(2) as readers:
             texts = list(readers.map(_read, [end for end, _ in pipes]))
         code = program.wait()
-    said, complained = texts or ("", "")
-    return subprocess.CompletedProcess(args=arguments, returncode=code, stdout=said, stderr=complained)
+    message, complained = texts or ("", "")
+    return subprocess.CompletedProcess(args=arguments, returncode=code, stdout=message, stderr=complained)
 
 
 def _read(end: int) -> str:
@@ -108,8 +108,8 @@ def moelight_inside(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(argument) for argument in arguments])
-    said, complained = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
-    return subprocess.CompletedProcess(args=arguments, returncode=code, stdout=said, stderr=complained)
+    message, complained = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(args=arguments, returncode=code, stdout=message, stderr=complained)
 
 
 def forked_job(command: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], **_: object) -> Program:

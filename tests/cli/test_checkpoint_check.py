@@ -22,9 +22,9 @@ from tests.weights.quantised import METHODS, quantise
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("quantised")
-    source = save_tiny(place / "source", "mixtral", hidden_size=64, intermediate_size=64)
-    return quantise(source, place, METHODS["fp8 blocks"])[0]
+    position = tmp_path_factory.mktemp("quantised")
+    source = save_tiny(position / "source", "mixtral", hidden_size=64, intermediate_size=64)
+    return quantise(source, position, METHODS["fp8 blocks"])[0]
 
 
 def checked(model: Path, code: int = 0) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def checked(model: Path, code: int = 0) -> dict[str, Any]:
 
 
 def family(report: dict[str, Any], leaf: str) -> dict[str, Any]:
-    (one,) = (each for each in report["tensors"] if leaf in each["leaves"])
+    (one,) = (item for item in report["tensors"] if leaf in item["leaves"])
     return one
 
 
@@ -43,7 +43,7 @@ def test_each_part_has_its_format_count_and_bytes(quantised: Path) -> None:
     assert report["runs"] and report["refusals"] == [] and report["road"] == "native"
     assert (report["model_type"], report["files"], report["context"]) == ("mixtral", 1, 512)
     stored = load_file(quantised / SINGLE)
-    assert sum(each["nbytes"] for each in report["tensors"]) == sum(tensor.nbytes for tensor in stored.values())
+    assert sum(item["nbytes"] for item in report["tensors"]) == sum(tensor.nbytes for tensor in stored.values())
     experts = family(report, "w1")
     assert experts["name"] == "model.layers.*.block_sparse_moe.experts.*" and set(experts["leaves"]) == {
         "w1",

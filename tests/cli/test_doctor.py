@@ -25,35 +25,35 @@ from tests.runtime.machines import topology
 def test_facts_as_json() -> None:
     done = moelight("doctor", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    assert found["moelight"] == __version__
-    assert found["libraries"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert found["extension"]["available"] == native.available()
+    result = json.loads(done.stdout)
+    assert result["moelight"] == __version__
+    assert result["libraries"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert result["extension"]["available"] == native.available()
     operations = [*(row.operation for row in serving()), *variants.chosen()]
-    assert [row["operation"] for row in found["kernels"]] == operations
-    memory = found["memory"]
+    assert [row["operation"] for row in result["kernels"]] == operations
+    memory = result["memory"]
     assert 0 < memory["available_bytes"] <= memory["limit_bytes"] <= memory["physical_bytes"]
-    assert 1 <= found["processor"]["usable"] <= found["processor"]["threads"] <= os.cpu_count()
-    assert found["torch"]["fault"] is None
-    cores, threads = found["cores"], found["threads"]
-    assert cores["processors"] == found["processor"]["usable"] >= cores["usable"] == len(cores["places"])
+    assert 1 <= result["processor"]["usable"] <= result["processor"]["threads"] <= os.cpu_count()
+    assert result["torch"]["fault"] is None
+    cores, threads = result["cores"], result["threads"]
+    assert cores["processors"] == result["processor"]["usable"] >= cores["usable"] == len(cores["places"])
     assert threads["compute"]["threads"] >= 1 and threads["reason"]
-    assert found["numa"]["placement"]["kind"] in ("anywhere", "bound", "interleaved")
-    assert found["huge_pages"] in ("always", "madvise", "never", None)
-    assert found["direct_reads"]["directory"] == str(ROOT)
+    assert result["numa"]["placement"]["kind"] in ("anywhere", "bound", "interleaved")
+    assert result["huge_pages"] in ("always", "madvise", "never", None)
+    assert result["direct_reads"]["directory"] == str(ROOT)
 
 
 def test_files_of_a_model_are_tried() -> None:
-    found = json.loads(moelight_inside("doctor", "--model", "demo", "--json").stdout)
-    assert found["direct_reads"]["directory"] == str(DEMO)
-    assert found["direct_reads"]["direct"] in ((True, False) if native.available() else (False,))
+    result = json.loads(moelight_inside("doctor", "--model", "demo", "--json").stdout)
+    assert result["direct_reads"]["directory"] == str(DEMO)
+    assert result["direct_reads"]["direct"] in ((True, False) if native.available() else (False,))
     weights = sum(file.stat().st_size for file in DEMO.glob("*.safetensors"))
-    assert found["numa"]["placement"]["for_bytes"] == weights > 0
+    assert result["numa"]["placement"]["for_bytes"] == weights > 0
 
 
 def test_a_directory_without_weights_is_tried_with_a_file_that_goes_again(tmp_path: Path) -> None:
-    found = machine_facts(2, [], tmp_path)["direct_reads"]
-    assert (found["directory"], found["direct"] is None) == (str(tmp_path), False)
+    result = machine_facts(2, [], tmp_path)["direct_reads"]
+    assert (result["directory"], result["direct"] is None) == (str(tmp_path), False)
     assert list(tmp_path.iterdir()) == []
     missing = machine_facts(2, [], tmp_path / "gone")["direct_reads"]
     if native.available():
@@ -67,12 +67,12 @@ def test_no_such_model_is_refused() -> None:
 
 
 def test_a_big_machine_with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = topology(16, nodes=2, siblings=2)
-    monkeypatch.setattr(doctor, "read_topology", lambda: there)
+    present = topology(16, nodes=2, siblings=2)
+    monkeypatch.setattr(doctor, "read_topology", lambda: present)
     monkeypatch.setattr(doctor, "why_not_placed", lambda: None)
-    found = machine_facts(16, [PciSlot(address="0000:81:00.0", node=1, bytes_per_s=31.5e9)], DEMO)
-    weights = found["numa"]["placement"]["for_bytes"]
-    lines = [f"{name}: {said}" for name, said in machine_lines(json.loads(json.dumps(found)))]
+    result = machine_facts(16, [PciSlot(address="0000:81:00.0", node=1, bytes_per_s=31.5e9)], DEMO)
+    weights = result["numa"]["placement"]["for_bytes"]
+    lines = [f"{name}: {line}" for name, line in machine_lines(json.loads(json.dumps(result)))]
     assert lines[:5] == [
         "threads: 16 threads, each bound to its core: 4 to stage pages, 11 to compute, 1 core left to launch work",
         "NUMA: node 0: 64.0GiB, 48.0GiB available",
@@ -92,8 +92,18 @@ def test_facts_for_people() -> None:
     for row in serving():
         assert row.operation in done.stdout
     said_too = ("threads", "NUMA", "host memory", "huge pages", "direct reads", "no quota")
-    for said in ("moelight", "torch", "memory", "physical", "instructions", "kernels", "served by", "why", *said_too):
-        assert said in done.stdout
+    for message in (
+        "moelight",
+        "torch",
+        "memory",
+        "physical",
+        "instructions",
+        "kernels",
+        "served by",
+        "why",
+        *said_too,
+    ):
+        assert message in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
@@ -129,16 +139,16 @@ def test_a_broken_torch_is_a_fact_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = doctor.facts()
-    assert found["torch"]["fault"]
-    doctor.print_facts(found)
+    result = doctor.facts()
+    assert result["torch"]["fault"]
+    doctor.print_facts(result)
     assert "does not load" in capsys.readouterr().out
 
 
 def test_a_limit_below_the_physical_memory_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    found = doctor.facts()
-    found["memory"]["limit_bytes"] = 1 << 30
-    doctor.print_facts(found)
+    result = doctor.facts()
+    result["memory"]["limit_bytes"] = 1 << 30
+    doctor.print_facts(result)
     assert "1.0GiB is the limit of this control group" in capsys.readouterr().out
 
 
@@ -146,7 +156,7 @@ def test_a_devices_attention_has_a_server_and_a_reason(monkeypatch: pytest.Monke
     for served, names in ((False, ("torch", "copies by run of blocks")), (True, ("triton", "one kernel"))):
         monkeypatch.setattr(gpu_serving, "serves", lambda *_, served=served: (served, "because"))
         rows = list(doctor._on_devices([{"id": "cpu"}]))
-        found = {row.operation: (row.implementation, row.reason) for row in rows}
-        assert found["attention on cpu"] == (names[0], "because")
-        assert found["contexts from host memory on cpu"] == (names[1], "because")
+        result = {row.operation: (row.implementation, row.reason) for row in rows}
+        assert result["attention on cpu"] == (names[0], "because")
+        assert result["contexts from host memory on cpu"] == (names[1], "because")
     assert not list(doctor._on_devices([]))

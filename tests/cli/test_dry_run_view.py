@@ -96,7 +96,7 @@ def test_a_forecast_says_rows_problems_lengths_memory_and_time(width: int) -> No
     text = drawn(FORECAST, width)
     assert max(map(len, text.splitlines())) <= width
     assert "\x1b" not in text
-    for said in (
+    for message in (
         "10,000  rows",
         "9,000  /v1/chat/completions",
         "2  will be error rows",
@@ -109,7 +109,7 @@ def test_a_forecast_says_rows_problems_lengths_memory_and_time(width: int) -> No
         "about 1 h 41 min by the profile of",
         "the disk lane",
     ):
-        assert said in text or said in " ".join(text.split()), said
+        assert message in text or message in " ".join(text.split()), message
     assert "overlap" not in text
 
 

@@ -154,12 +154,12 @@ def test_stop_strings_and_limits(tmp_path: Path) -> None:
         {"prompt": "upper lemon =", "max_tokens": 2},
         {"prompt": "upper lemon =", "ignore_eos": True, "max_tokens": 20},
     )
-    whole, cut, late, short, on = read_rows(run("generate", path, *PLANNED, "--stop", "Q").stdout)
-    assert whole["text"].strip() == "LEMON"
+    full, cut, late, short, on = read_rows(run("generate", path, *PLANNED, "--stop", "Q").stdout)
+    assert full["text"].strip() == "LEMON"
     assert (cut["text"].strip(), cut["finish_reason"]) == ("LE", "stop")
     assert (late["text"].strip(), late["finish_reason"]) == ("LEMO", "stop")
     assert (short["usage"]["completion_tokens"], short["finish_reason"]) == (2, "length")
-    assert whole["text"].startswith(short["text"])
+    assert full["text"].startswith(short["text"])
     assert (on["usage"]["completion_tokens"], on["finish_reason"]) == (20, "length")
     for_all = read_rows(run("generate", path, *PLANNED, "--stop", "MO", "--stop", "L").stdout)
     assert [row["text"].strip() for row in for_all[:2]] == ["", "LE"]
@@ -211,8 +211,8 @@ def test_rows_on_stdout_stay_rows_beside_a_table(tmp_path: Path) -> None:
 def test_on_a_terminal_a_bar_a_reason_and_a_table(tmp_path: Path) -> None:
     path = write_prompts(tmp_path / "p.jsonl", ADD)
     shown = on_a_terminal("generate", path)
-    for said in ("N = 1", "tokens", "tok/s", "completion", "42"):
-        assert said in shown
+    for message in ("N = 1", "tokens", "tok/s", "completion", "42"):
+        assert message in shown
     assert '{"text"' not in shown
 
 
@@ -275,8 +275,8 @@ def test_a_device_whose_memory_ends_keeps_the_rows_before(tmp_path: Path) -> Non
 def test_how_schemas_are_handled_where_a_row_does_not_say(tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "uniqueItems": true}')
-    given = JobArguments(prompts=tmp_path / "x.jsonl", json_schema=schema, strict=True, resamplings=0)
-    options = read_options(given, as_table=False)
+    arguments = JobArguments(prompts=tmp_path / "x.jsonl", json_schema=schema, strict=True, resamplings=0)
+    options = read_options(arguments, as_table=False)
     outputs = options.sampling.structured_outputs
     assert outputs is not None and (outputs.strict, outputs.resamplings) == (True, 0)
     assert (options.strict, options.resamplings) == (True, 0)

@@ -28,24 +28,24 @@ def test_what_is_learned_and_met_is_written(prompts: Path, tmp_path: Path) -> No
     """Capacity is each layer's under ``per_layer``, for the plan as for the cache."""
     stats, profile, trace = (tmp_path / name for name in ("stats.json", "profile.json", "trace.jsonl"))
     (tmp_path / "mine.moe").write_text(MINE)
-    mine = ("--expert-policy", tmp_path / "mine.moe", *ALONE)
+    selected = ("--expert-policy", tmp_path / "mine.moe", *ALONE)
     files = ("--expert-stats", stats, "--save-expert-profile", profile, "--routing-trace", trace)
-    done = moelight_inside("generate", prompts, *mine, *files)
+    done = moelight_inside("generate", prompts, *selected, *files)
     assert done.returncode == 0, done.stderr
     assert [row["text"].strip() for row in read_rows(done.stdout)] == ["42", "LEMON"]
-    found = json.loads(stats.read_text())
-    assert found["policy"] == "mine"
-    assert (found["cache"]["capacity"], found["cache"]["budgets"]) == (12, [3, 3, 3, 3])
-    assert [each["layer"] for each in found["layers"]] == [0, 1, 2, 3]
-    assert all(each["hits"] + each["misses"] == each["accesses"] > 0 for each in found["layers"])
+    result = json.loads(stats.read_text())
+    assert result["policy"] == "mine"
+    assert (result["cache"]["capacity"], result["cache"]["budgets"]) == (12, [3, 3, 3, 3])
+    assert [item["layer"] for item in result["layers"]] == [0, 1, 2, 3]
+    assert all(item["hits"] + item["misses"] == item["accesses"] > 0 for item in result["layers"])
     saved = json.loads(profile.read_text())
     traced = [len(row.ids) for row in read_trace(trace) if row.layer == 2]
     assert sum(saved["counts"][2]) == sum(traced) > 0
-    again = moelight_inside("generate", prompts, *mine, "--expert-profile", profile, "--expert-stats", stats)
+    again = moelight_inside("generate", prompts, *selected, "--expert-profile", profile, "--expert-stats", stats)
     assert again.stdout == done.stdout
     later = json.loads(stats.read_text())
-    assert later["overall"]["accesses"] == found["overall"]["accesses"]
-    assert later["overall"]["hits"] != found["overall"]["hits"]
+    assert later["overall"]["accesses"] == result["overall"]["accesses"]
+    assert later["overall"]["hits"] != result["overall"]["hits"]
 
 
 def test_static_learns_nothing_and_answers_the_same(prompts: Path, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_static_learns_nothing_and_answers_the_same(prompts: Path, tmp_path: Pat
     done = moelight_inside("generate", prompts, *limits, "--expert-policy", "static", "--expert-stats", stats)
     assert done.returncode == 0, done.stderr
     assert [row["text"].strip() for row in read_rows(done.stdout)] == ["42", "LEMON"]
-    found = json.loads(stats.read_text())
-    assert found["policy"] == "static"
-    assert found["cache"]["evictions"] == found["cache"]["prefetched"] == 0
-    assert found["overall"]["accesses"] > 0
+    result = json.loads(stats.read_text())
+    assert result["policy"] == "static"
+    assert result["cache"]["evictions"] == result["cache"]["prefetched"] == 0
+    assert result["overall"]["accesses"] > 0

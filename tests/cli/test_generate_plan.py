@@ -40,5 +40,5 @@ def test_a_dry_run_shows_no_disk_that_nothing_uses(prompts: Path) -> None:
     assert shown.returncode == 0
     memory = shown.stdout[shown.stdout.index("memory") : shown.stdout.index("time, if")]
     assert "host" in memory and "disk" not in memory and "system" not in memory
-    found = json.loads(moelight_inside("generate", prompts, "--device", "cpu", "--dry-run", "--json").stdout)
-    assert {tier: sum(use["by_purpose"].values()) for tier, use in found["plan"]["memory"].items()}["disk"] == 0
+    result = json.loads(moelight_inside("generate", prompts, "--device", "cpu", "--dry-run", "--json").stdout)
+    assert {tier: sum(use["by_purpose"].values()) for tier, use in result["plan"]["memory"].items()}["disk"] == 0

@@ -81,10 +81,10 @@ CONFIG = {
 def test_a_config_beyond_reason_is_refused(command: str, kind: str, tmp_path: Path) -> None:
     key, value, says = CONFIG[kind]
     model = shutil.copytree(DEMO, tmp_path / "model")
-    found = json.loads((model / "config.json").read_text())
+    result = json.loads((model / "config.json").read_text())
     if key == "moe_intermediate_size":
-        found |= {"num_hidden_layers": 1024, "num_experts": 4096, "hidden_size": 65536}
-    text = json.dumps({**found, key: "@"}).replace('"@"', value)
+        result |= {"num_hidden_layers": 1024, "num_experts": 4096, "hidden_size": 65536}
+    text = json.dumps({**result, key: "@"}).replace('"@"', value)
     (model / "config.json").write_text(text)
     job = write_prompts(tmp_path / "job.jsonl", {"prompt": "add 1 and 2 ="})
     refused(*(("inspect", model) if command == "inspect" else ("generate", job, "-m", model)), says=says)

@@ -86,10 +86,10 @@ def test_a_table_takes_text_as_it_is() -> None:
         )
     )
     text = drawn(table)
-    places = [text.index(said) for said in ("[bold]prompt[/bold]", "cut", "bad")]
+    places = [text.index(message) for message in ("[bold]prompt[/bold]", "cut", "bad")]
     assert places == sorted(places), "rows come in the order of the input"
-    for said in ("[red]x[/red] :smile:", "endless …", "error: no \\x1b[0m token"):
-        assert said in text
+    for message in ("[red]x[/red] :smile:", "endless …", "error: no \\x1b[0m token"):
+        assert message in text
 
 
 def test_all_samples_of_a_row_are_shown() -> None:
@@ -127,8 +127,8 @@ def test_two_lines_at_the_foot_of_a_terminal(width: int) -> None:
     shown = _shown(console, bar)
     lines = shown.splitlines()
     assert len(lines) == 2 and max(map(len, lines)) <= width
-    for said in ("12,340/100,000 rows", "543k/", "tokens", "5,432 tok/s", "disk 97 %", "3 failed"):
-        assert said in shown or width < 80
+    for message in ("12,340/100,000 rows", "543k/", "tokens", "5,432 tok/s", "disk 97 %", "3 failed"):
+        assert message in shown or width < 80
     above = console.file.getvalue()  # type: ignore[attr-defined]
     words = " ".join(above.split())
     assert words.count("mixtral: everything stays") == 1
@@ -166,9 +166,11 @@ def test_elsewhere_lines_are_held_until_the_job_runs(capsys: pytest.CaptureFixtu
     log.planned("mixtral: everything stays")
     assert capsys.readouterr().err == ""
     log.release()
-    said = capsys.readouterr().err
-    assert said.startswith("moelight: prompts.jsonl: OpenAI batch lines, 9,998 rows (2 with errors, 500 done before)")
-    assert "mixtral: everything stays; about 1 h 40 min" in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(
+        "moelight: prompts.jsonl: OpenAI batch lines, 9,998 rows (2 with errors, 500 done before)"
+    )
+    assert "mixtral: everything stays; about 1 h 40 min" in message and message.count("\n") == 1
     eta.remaining_s = 7800.0
     log.counts(COUNTS)
     log.tell()

@@ -46,8 +46,8 @@ def answer(*words: str | Path, code: int = 0) -> Any:
 
 @newest
 def test_the_list_is_the_table(tmp_path: Path) -> None:
-    rows = {each["name"]: each for each in answer()["families"]}
-    assert set(rows) == {each.name for each in Table.read().families}
+    rows = {item["name"]: item for item in answer()["families"]}
+    assert set(rows) == {family.name for family in Table.read().families}
     assert (rows["mixtral"]["how"], rows["gpt_oss"]["how"], rows["deepseek_v32"]["how"]) == (
         "native",
         "graph",
@@ -58,10 +58,10 @@ def test_the_list_is_the_table(tmp_path: Path) -> None:
     assert "other tokens" in rows["doge"]["reason"]
     assert rows["granitemoe"]["self_test"] is None
     answer(saved("granitemoe", tmp_path / "it"))
-    rows = {each["name"]: each for each in answer()["families"]}
+    rows = {item["name"]: item for item in answer()["families"]}
     assert 0 < rows["granitemoe"]["self_test"] < 1e-4  # that was kept
     lines = run("models").stdout.splitlines()
-    count = sum(each["how"] is not None for each in rows.values())
+    count = sum(row["how"] is not None for row in rows.values())
     assert f"{count} of {len(rows)} families run (3 native, " in lines[0]
     assert any(line.startswith("gpt_oss ") and "graph" in line and "32/32" in line for line in lines)
 
@@ -80,20 +80,24 @@ def test_a_version_without_a_table_is_looked_at_once(monkeypatch: pytest.MonkeyP
 
 
 def test_one_model(tmp_path: Path) -> None:
-    found = answer(saved("qwen3_next", tmp_path / "it") / "config.json")
-    assert (found["model_type"], found["how"], found["mixers"]) == ("qwen3_next", "graph", ["recurrent", "attention"])
-    assert found["state_bytes"] > 0
-    assert any("prefixes" in each for each in found["refused"])
-    assert found["self_test"]["passed"]
+    result = answer(saved("qwen3_next", tmp_path / "it") / "config.json")
+    assert (result["model_type"], result["how"], result["mixers"]) == (
+        "qwen3_next",
+        "graph",
+        ["recurrent", "attention"],
+    )
+    assert result["state_bytes"] > 0
+    assert any("prefixes" in item for item in result["refused"])
+    assert result["self_test"]["passed"]
     lines = run("models", tmp_path / "it").stdout
-    for said in ("graph: transformers' module graph", "4 with 8 experts, 2 for each token", "for each sequence"):
-        assert said in " ".join(lines.split()), said
+    for message in ("graph: transformers' module graph", "4 with 8 experts, 2 for each token", "for each sequence"):
+        assert message in " ".join(lines.split()), message
     assert "self-test passed" in lines
 
 
 def test_a_named_model_that_is_native() -> None:
-    found = answer("mixtral-8x7b")
-    assert (found["how"], found["experts_per_layer"], found["self_test"]) == ("native", 8, None)
+    result = answer("mixtral-8x7b")
+    assert (result["how"], result["experts_per_layer"], result["self_test"]) == ("native", 8, None)
 
 
 def test_a_named_model_that_transformers_does_not_have_is_refused_in_one_short_line() -> None:
@@ -113,22 +117,22 @@ def test_a_named_model_that_transformers_does_not_have_is_refused_in_one_short_l
 )
 def test_a_model_that_does_not_run(model_type: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     directory = saved(model_type, tmp_path / "it", **changes)
-    found = answer(directory, code=1)
-    assert (found["how"], found["self_test"]) == (None, None)
-    assert says in found["reason"]
+    result = answer(directory, code=1)
+    assert (result["how"], result["self_test"]) == (None, None)
+    assert says in result["reason"]
     done = run("models", directory)
     assert done.returncode == 1
-    assert f"does not run: {found['reason']}" in " ".join(done.stdout.split())
+    assert f"does not run: {result['reason']}" in " ".join(done.stdout.split())
 
 
 def test_a_model_whose_self_test_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     from moelight.models.graph import self_test
 
     experts = self_test.serve_experts
-    monkeypatch.setattr(self_test, "serve_experts", lambda *given: experts(*given) * 1.01)
-    found = answer(saved("granitemoe", tmp_path / "it"), code=1)
-    assert not found["self_test"]["passed"]
-    assert "GraniteMoe" in found["self_test"]["differs"]
+    monkeypatch.setattr(self_test, "serve_experts", lambda *inputs: experts(*inputs) * 1.01)
+    result = answer(saved("granitemoe", tmp_path / "it"), code=1)
+    assert not result["self_test"]["passed"]
+    assert "GraniteMoe" in result["self_test"]["differs"]
     assert not list(cache.rglob("*.txt"))
 
 
@@ -156,4 +160,4 @@ def test_without_transformers_that_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_way_to_run_has_words() -> None:
-    assert {each.how for each in Table.read().families} <= set(models._HOW)
+    assert {family.how for family in Table.read().families} <= set(models._HOW)

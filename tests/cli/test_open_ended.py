@@ -40,7 +40,7 @@ def test_the_job_that_is_suspended_and_killed_has_the_rows_of_the_one_that_is_no
     wanted, out, stats = tmp_path / "wanted.jsonl", tmp_path / "out.jsonl", tmp_path / "stats.json"
     assert moelight_inside(*command(job, wanted, FREE)).returncode == 0
     lengths = [json.loads(line)["usage"] for line in wanted.read_text().splitlines()]
-    assert [each["prompt_tokens"] + each["completion_tokens"] for each in lengths] == [CONTEXT] * ROWS
+    assert [length["prompt_tokens"] + length["completion_tokens"] for length in lengths] == [CONTEXT] * ROWS
 
     often = ("--sync-interval", "0", "--stats", str(stats))
     killed = moelight(*command(job, out, FULL, *often), env_extra={"MOELIGHT_FAULT": "after_journal_fsync:6:kill"})

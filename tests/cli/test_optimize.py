@@ -35,9 +35,9 @@ def plan(*arguments: str | Path) -> dict[str, Any]:
 
 
 def test_the_keys_of_the_json_are_an_interface() -> None:
-    found = plan(*BESIDE_A_GPU)
-    assert set(found) >= {"policy", "estimate", "memory", "why", "solve_s"}
-    assert set(found["policy"]) >= {
+    result = plan(*BESIDE_A_GPU)
+    assert set(result) >= {"policy", "estimate", "memory", "why", "solve_s"}
+    assert set(result["policy"]) >= {
         "batch_size",
         "micro_batch_size",
         "num_micro_batches",
@@ -49,11 +49,11 @@ def test_the_keys_of_the_json_are_an_interface() -> None:
         "kv_dtype",
         "schedule",
     }
-    assert set(found["policy"]["weights"]) == {"device", "host", "disk"}
-    assert set(found["policy"]["kv"]) == {"device", "host"}
+    assert set(result["policy"]["weights"]) == {"device", "host", "disk"}
+    assert set(result["policy"]["kv"]) == {"device", "host"}
     for shares in ("weights", "kv"):
-        assert sum(found["policy"][shares].values()) == pytest.approx(1)
-    assert set(found["estimate"]) >= {
+        assert sum(result["policy"][shares].values()) == pytest.approx(1)
+    assert set(result["estimate"]) >= {
         "layer_s",
         "pass_s",
         "decode_tokens_per_s",
@@ -61,12 +61,12 @@ def test_the_keys_of_the_json_are_an_interface() -> None:
         "lanes",
         "binding",
     }
-    assert found["estimate"]["binding"] in found["estimate"]["lanes"]
-    assert {"device", "host"} <= set(found["memory"])
-    for use in found["memory"].values():
+    assert result["estimate"]["binding"] in result["estimate"]["lanes"]
+    assert {"device", "host"} <= set(result["memory"])
+    for use in result["memory"].values():
         assert set(use) == {"capacity_bytes", "total_bytes", "by_purpose"}
         assert sum(use["by_purpose"].values()) == use["total_bytes"] <= use["capacity_bytes"]
-    assert found["memory"]["device"]["capacity_bytes"] == GiB
+    assert result["memory"]["device"]["capacity_bytes"] == GiB
 
 
 def test_the_workload_is_mtbench_unless_said_otherwise() -> None:
@@ -119,8 +119,8 @@ def test_the_policy_file_holds_the_plan_and_can_be_run(tmp_path: Path) -> None:
     assert (written.batch_size, written.model) == (policy["batch_size"], "demo")
     assert (written.weights.device, written.weights.host) == (policy["weights"]["device"], policy["weights"]["host"])
     text = path.read_text()
-    for said in ("# demo on cpu-avx2: 20 prompts", "# Why: ", "tokens/s end to end", "# Memory: host "):
-        assert said in text
+    for message in ("# demo on cpu-avx2: 20 prompts", "# Why: ", "tokens/s end to end", "# Memory: host "):
+        assert message in text
     plain = run("generate", prompts, "--max-tokens", "4", *PLANNED)
     assert plain.returncode == 0, plain.stderr
     done = run("generate", prompts, "--max-tokens", "4", "--policy", path)
@@ -211,8 +211,8 @@ def test_refused_in_one_clear_line(kind: str) -> None:
 def test_a_whole_process_prints_the_table() -> None:
     done = moelight("optimize", *BESIDE_A_GPU)
     assert (done.returncode, done.stderr) == (0, "")
-    for said in ("demo on t4", "tokens/s", "policy", "lanes in a decode pass", "binds", "memory", "why"):
-        assert said in done.stdout
+    for message in ("demo on t4", "tokens/s", "policy", "lanes in a decode pass", "binds", "memory", "why"):
+        assert message in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
@@ -258,7 +258,7 @@ def test_a_plan_fits_the_terminal_and_says_everything(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert "\x1b" not in text and "mix\\x1b[31mtral on t4" in text
     words = " ".join(text.split())
-    for said in (
+    for message in (
         "mtbench: 5,120 prompts of 77 tokens (at most 418), 128 generated each",
         "512.3 tokens/s end to end, 640.0 while decoding; a decode pass takes 7.00 s",
         "proven for the cost model over every key: no policy is more than 5.4 % faster",
@@ -273,16 +273,16 @@ def test_a_plan_fits_the_terminal_and_says_everything(width: int) -> None:
         "+4.0 % twice the link",
         PLAN.why,
     ):
-        assert said in words, said
+        assert message in words, message
     assert "disk" not in words
 
 
 def test_a_plan_uses_what_is_allowed_and_nothing_else() -> None:
     question = ("--hw", "t4", "--model", "mixtral", *ONE_ORDER)
     plain, cached, experts = (plan(*question, *allow) for allow in ((), ("--allow", "kv8"), ("--allow", "int4, int8")))
-    formats = [(each["policy"]["weight_dtype"], each["policy"]["kv_dtype"]) for each in (plain, cached, experts)]
+    formats = [(item["policy"]["weight_dtype"], item["policy"]["kv_dtype"]) for item in (plain, cached, experts)]
     assert formats == [("auto", "auto"), ("auto", "int8"), ("int4", "auto")]
-    speeds = [each["estimate"]["tokens_per_s"] for each in (plain, cached, experts)]
+    speeds = [item["estimate"]["tokens_per_s"] for item in (plain, cached, experts)]
     assert speeds[0] < min(speeds[1:])
     assert cached["policy"]["batch_size"] > plain["policy"]["batch_size"]
     assert (cached["runs"], experts["runs"]) == (True, False)
@@ -306,15 +306,15 @@ def test_the_measured_quality_is_beside_the_speed(tmp_path: Path) -> None:
     for file in ("config.json", "generation_config.json"):
         (tmp_path / file).write_bytes((DEMO / file).read_bytes())
     figure = {"value": 0.0123, "low": None, "high": None}
-    kept = {"reference": "demo", "kv_dtype": "int8", "kl": figure, "top1": figure | {"value": 0.99}}
-    (tmp_path / "quality.json").write_text(json.dumps(kept))
+    retained = {"reference": "demo", "kv_dtype": "int8", "kl": figure, "top1": figure | {"value": 0.99}}
+    (tmp_path / "quality.json").write_text(json.dumps(retained))
     question = ("--hw", "cpu-avx2", "--model", str(tmp_path))
     assert "quality" not in plan(*question)
     wanted = {"reference": "demo", "kl": 0.0123, "top1": 0.99}
     assert plan(*question, "--kv-dtype", "int8")["quality"] == wanted
-    (tmp_path / "quality.json").write_text(json.dumps(kept | {"activations": "int8"}))
+    (tmp_path / "quality.json").write_text(json.dumps(retained | {"activations": "int8"}))
     assert "quality" not in plan(*question, "--kv-dtype", "int8")
-    (tmp_path / "quality.json").write_text(json.dumps(kept | {"activations": "auto"}))
+    (tmp_path / "quality.json").write_text(json.dumps(retained | {"activations": "auto"}))
     done = run("optimize", *question, "--kv-dtype", "int8")
     assert "0.0123 nats a token of KL divergence" in " ".join(done.stdout.split())
     (tmp_path / "quality.json").write_text("{}")

@@ -215,12 +215,12 @@ def options_of(command) -> set[str]:  # type: ignore[no-untyped-def]
 
 def test_commands_and_options_are_these() -> None:
     program = typer.main.get_command(app)
-    found = {"moelight": options_of(program)}
+    result = {"moelight": options_of(program)}
     for name, command in program.commands.items():
-        found[name] = options_of(command)
+        result[name] = options_of(command)
         within = getattr(command, "commands", {})
-        found.update({f"{name} {inner}": options_of(each) for inner, each in within.items()})
-    assert found == OPTIONS
+        result.update({f"{name} {inner}": options_of(item) for inner, item in within.items()})
+    assert result == OPTIONS
 
 
 def test_defaults_of_generate() -> None:
@@ -242,8 +242,8 @@ def test_help_names_what_there_is() -> None:
 
 @pytest.mark.parametrize("command", PLANNING)
 def test_planning_starts_from_the_machine_at_hand_and_mtbench(command: str) -> None:
-    found = typer.main.get_command(app).commands[command]
-    defaults = {parameter.name: parameter.default for parameter in found.params if parameter.name != "help"}
+    result = typer.main.get_command(app).commands[command]
+    defaults = {parameter.name: parameter.default for parameter in result.params if parameter.name != "help"}
     assert defaults["hw"] == (None if command == "inspect" else "auto")
     assert defaults["workload"] is None and defaults["prompt_len"] is None
     text = " ".join(moelight_inside(command, "--help").stdout.split())

@@ -32,7 +32,7 @@ def test_sound_files(tmp_path: Path) -> None:
 
 
 def test_errors_with_line_and_caret(tmp_path: Path) -> None:
-    known = ", ".join((*EVICTIONS, "fallback"))
+    known_names = ", ".join((*EVICTIONS, "fallback"))
     path = written(tmp_path / "wrong.moe", WRONG)
     done = moelight_inside("policy", "check", path)
     assert (done.returncode, done.stderr) == (1, "")
@@ -43,7 +43,7 @@ def test_errors_with_line_and_caret(tmp_path: Path) -> None:
     3 |  capacty = 4
       |  ^^^^^^^
 
-{path}:4:20: error[unknown_value]: 'LRU' is no value of eviction (did you mean 'lru'?); known: {known}
+{path}:4:20: error[unknown_value]: 'LRU' is no value of eviction (did you mean 'lru'?); known: {known_names}
     4 |         eviction = LRU
       |                    ^^^
 
@@ -114,7 +114,7 @@ def test_format(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert path.read_text(encoding="utf-8") == laid_out
     assert path.stat().st_mode & 0o777 == 0o640
-    assert [each.name for each in tmp_path.iterdir()] == ["p.moe"]
+    assert [path.name for path in tmp_path.iterdir()] == ["p.moe"]
     assert moelight_inside("policy", "format", path, "--check").returncode == 0
     assert moelight_inside("policy", "format", path, "--check", "--write").returncode == 2
 
@@ -128,11 +128,11 @@ def test_format_leaves_a_wrong_file_alone(tmp_path: Path) -> None:
 
 def test_explain_in_words(tmp_path: Path) -> None:
     done = moelight_inside("policy", "explain", CORPUS / "good" / "every_key.moe")
-    said = " ".join(done.stdout.split())
+    message = " ".join(done.stdout.split())
     assert done.returncode == 0
     for words in ("policy all_of_it", "capacity = 64", "ttl = 1", "evict by slru", "96 experts in all"):
-        assert words in said
-    assert "warning[pointless]" in said
+        assert words in message
+    assert "warning[pointless]" in message
 
 
 def test_explain_says_something_of_every_line() -> None:
@@ -146,11 +146,13 @@ def test_explain_says_something_of_every_line() -> None:
 
 def test_explain_counts_memory(tmp_path: Path) -> None:
     path = written(tmp_path / "p.moe", SOUND.replace("4", "25%"))
-    said = " ".join(moelight_inside("policy", "explain", path, "--model", "mixtral-8x7b", "--hw", "t4").stdout.split())
-    assert "64 of 256 experts (25.0%) have room, 21.0GiB at 336.0MiB each" in said
-    assert "does not fit" in said  # 15 GiB of a T4
-    said = " ".join(moelight_inside("policy", "explain", path, "--model", "demo", "--hw", "cpu-avx2").stdout.split())
-    assert "8 of 32 experts" in said and "does not fit" not in said
+    message = " ".join(
+        moelight_inside("policy", "explain", path, "--model", "mixtral-8x7b", "--hw", "t4").stdout.split()
+    )
+    assert "64 of 256 experts (25.0%) have room, 21.0GiB at 336.0MiB each" in message
+    assert "does not fit" in message  # 15 GiB of a T4
+    message = " ".join(moelight_inside("policy", "explain", path, "--model", "demo", "--hw", "cpu-avx2").stdout.split())
+    assert "8 of 32 experts" in message and "does not fit" not in message
     done = moelight_inside("policy", "explain", path, "--hw", "t4")
     assert done.returncode == 2 and "--model" in done.stderr
 

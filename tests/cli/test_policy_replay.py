@@ -78,8 +78,8 @@ def test_the_table_says_what_was_replayed(trace: Path, tmp_path: Path) -> None:
 )
 def test_refusals_of_replay(trace: Path, tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:
     file = str(small(tmp_path))
-    given = [file if argument == "@" else argument for argument in arguments]
-    done = moelight_inside("policy", "replay", trace, *given)
+    inputs = [file if argument == "@" else argument for argument in arguments]
+    done = moelight_inside("policy", "replay", trace, *inputs)
     assert (done.returncode, done.stdout) == (2, "")
     assert complaint in done.stderr and done.stderr.count("\n") == 1
 
@@ -88,13 +88,13 @@ def test_tune_writes_the_best_and_shows_the_front(short: Path, tmp_path: Path) -
     out = tmp_path / "best.moe"
     done = moelight_inside("policy", "tune", short, *ON, "--memory", "1GiB", "-o", out, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert set(found) == {"best", "front", "candidates", "replays", "rows"}
-    assert found["best"] == found["front"][-1] and found["rows"] == 32
-    assert [row["slots"] for row in found["candidates"]] == [64, 80]
-    assert found["best"]["memory_bytes"] <= 2**30 and found["best"]["moe"].startswith("policy tuned_")
+    result = json.loads(done.stdout)
+    assert set(result) == {"best", "front", "candidates", "replays", "rows"}
+    assert result["best"] == result["front"][-1] and result["rows"] == 32
+    assert [row["slots"] for row in result["candidates"]] == [64, 80]
+    assert result["best"]["memory_bytes"] <= 2**30 and result["best"]["moe"].startswith("policy tuned_")
     best = load_expert_policy(out)
-    assert out.read_text().startswith("# olmoe-1b-7b on t4, tuned to t.jsonl") and best.name in found["best"]["moe"]
+    assert out.read_text().startswith("# olmoe-1b-7b on t4, tuned to t.jsonl") and best.name in result["best"]["moe"]
     shown = moelight_inside("policy", "tune", short, *ON, "--memory", "1GiB")
     assert "bold: the fastest" in shown.stdout and "768.0MiB" in shown.stdout
 

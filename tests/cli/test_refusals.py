@@ -138,8 +138,8 @@ def test_refused_in_one_clear_line(kind: str, there: Path, monkeypatch: pytest.M
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     # On a slow machine the plan is said before.
-    said = done.stderr[done.stderr.index("moelight: error: ") :]
-    assert 1 <= said.count("\n") <= 3
+    message = done.stderr[done.stderr.index("moelight: error: ") :]
+    assert 1 <= message.count("\n") <= 3
     assert "Traceback" not in done.stderr
     for word in words:
         assert word.replace("@", str(there)) in done.stderr
@@ -173,7 +173,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
             def __exit__(self, *error: object) -> None:
                 return None
 
-        command = SimpleNamespace(make_context=lambda name, given: Context(), invoke=invoke)
+        command = SimpleNamespace(make_context=lambda name, inputs: Context(), invoke=invoke)
         monkeypatch.setattr(program.typer.main, "get_command", lambda app: command)
 
     return fail
@@ -182,10 +182,10 @@ def failing(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 def test_a_fault_of_ours_says_so(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     failing(ZeroDivisionError("division\nby zero"))
     assert program.main([]) == 70
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("moelight: internal error: ZeroDivisionError: division by zero (")
-    assert "--traceback" in said.err and said.err.count("\n") == 1
+    message = capsys.readouterr()
+    assert message.out == ""
+    assert message.err.startswith("moelight: internal error: ZeroDivisionError: division by zero (")
+    assert "--traceback" in message.err and message.err.count("\n") == 1
     assert program.main(["--traceback"]) == 70
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
@@ -211,8 +211,8 @@ def test_the_parser_of_a_library_may_leave(failing) -> None:  # type: ignore[no-
 def test_what_an_error_quotes_cannot_steer_the_terminal(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     failing(InputError("evil \x1b[2J\x07 name\u202e"))
     assert program.main([]) == 2
-    said = capsys.readouterr().err
-    assert said == "moelight: error: evil \\x1b[2J\\x07 name\\u202e\n"
+    message = capsys.readouterr().err
+    assert message == "moelight: error: evil \\x1b[2J\\x07 name\\u202e\n"
 
 
 def test_interrupted(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
@@ -229,9 +229,9 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     os.close(written)
     os.close(complained)
     with open(heard, encoding="utf-8") as stream:
-        said = stream.read()
+        message = stream.read()
     assert child.wait() == 141
-    assert "error" not in said and "Traceback" not in said
+    assert "error" not in message and "Traceback" not in message
 
 
 def test_a_reader_that_leaves_a_table_is_no_error() -> None:

@@ -20,7 +20,7 @@ def test_the_table_and_the_page(tmp_path: Path) -> None:
     done = run("report", write_passes(tmp_path / "run.json", 5))
     assert (done.returncode, done.stderr) == (0, "")
     words = " ".join(done.stdout.split())
-    for said in (
+    for message in (
         "demo on t4 · 5 passes measured, 5.00 s",
         "The median pass took 1.00 s, 20 % less than the predicted 1.25 s.",
         "h2d was the binding lane, at work for 50 % of the run.",
@@ -34,7 +34,7 @@ def test_the_table_and_the_page(tmp_path: Path) -> None:
         "The others stood still: device 2.50 s (50 %), cpu 3.75 s (75 %).",
         f"page: {tmp_path / 'run.html'}",
     ):
-        assert said in words, said
+        assert message in words, message
     page = (tmp_path / "run.html").read_text()
     assert page.startswith("<!doctype html>") and "run.json" in page
 

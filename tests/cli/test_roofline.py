@@ -40,19 +40,19 @@ def policy(tmp_path: Path) -> Path:
 
 
 def test_roofs_and_turning_points_of_a_policy(policy: Path) -> None:
-    found = answer("roofline", "--hw", "t4", "--policy", policy)
-    assert (found["machine"], found["model"]) == ("t4", "mixtral-8x7b")
-    assert (found["batch_size"], found["micro_batch_size"]) == (3360, 280)
-    device = found["levels"][0]
+    result = answer("roofline", "--hw", "t4", "--policy", policy)
+    assert (result["machine"], result["model"]) == ("t4", "mixtral-8x7b")
+    assert (result["batch_size"], result["micro_batch_size"]) == (3360, 280)
+    device = result["levels"][0]
     assert (device["name"], device["processor"]) == ("device", "gpu")
     assert device["peak_flops"] == 65e12 and device["bandwidth"] == 320e9 and device["link_bandwidth"] == 15.75e9
-    first = next(mark for mark in found["turning_points"] if mark["name"] == "P1" and mark["far"] == "host")
-    sustained = {level["name"]: level for level in found["sustained"]}
+    first = next(mark for mark in result["turning_points"] if mark["name"] == "P1" and mark["far"] == "host")
+    sustained = {level["name"]: level for level in result["sustained"]}
     assert sustained["device"]["link_bandwidth"] == pytest.approx(0.78 * 15.75e9)
     assert first["far_intensity"] == pytest.approx(
         sustained["host"]["peak_flops"] / sustained["device"]["link_bandwidth"]
     )
-    work = {point["work"]: point for point in found["work"]}
+    work = {point["work"]: point for point in result["work"]}
     assert work["attention"]["bound"] == "memory" and work["ffn"]["bound"] == "link"
     assert work["ffn"]["home_intensity"] > work["ffn"]["intensity"]
 
@@ -61,7 +61,7 @@ def test_roofs_of_the_planners_own_policy(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = run("roofline", "--hw", "t4", "--model", "demo", *WORK, "--plot", tmp_path / "roof.png")
     assert (done.returncode, done.stderr) == (0, "")
-    for said in (
+    for message in (
         "demo on t4",
         "roofs",
         "39.0 of 65.0 Tflop/s (GPU)",
@@ -70,7 +70,7 @@ def test_roofs_of_the_planners_own_policy(tmp_path: Path) -> None:
         "P1",
         "attention",
     ):
-        assert said in done.stdout
+        assert message in done.stdout
     assert struct.unpack(">I", (tmp_path / "roof.png").read_bytes()[16:20])[0] == 1200
 
 
@@ -82,23 +82,23 @@ def test_the_tables_fit_the_terminal(policy: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_from_its_config_alone(tmp_path: Path) -> None:
-    found = answer("inspect", "mixtral")
-    assert found["bytes_by_kind"]["experts"] == 84 * GiB
-    assert found["page_bytes"] * found["pages"] == 84 * GiB
-    assert found["kv_token_bytes"] == 128 * 1024
-    assert found["parameters"] / 1e9 == pytest.approx(46.7, rel=0.001)
-    assert sum(found["parameters_by_kind"].values()) == found["parameters"]
-    assert sum(found["bytes_by_kind"].values()) == found["bytes"]
-    assert "memory" not in found
+    result = answer("inspect", "mixtral")
+    assert result["bytes_by_kind"]["experts"] == 84 * GiB
+    assert result["page_bytes"] * result["pages"] == 84 * GiB
+    assert result["kv_token_bytes"] == 128 * 1024
+    assert result["parameters"] / 1e9 == pytest.approx(46.7, rel=0.001)
+    assert sum(result["parameters_by_kind"].values()) == result["parameters"]
+    assert sum(result["bytes_by_kind"].values()) == result["bytes"]
+    assert "memory" not in result
     (tmp_path / "config.json").write_text((Path(__file__).parents[2] / "moelight/demo/config.json").read_text())
     assert answer("inspect", tmp_path)["parameters"] == answer("inspect", "demo")["parameters"]
 
 
 def test_what_memory_a_machine_would_need(tmp_path: Path) -> None:
-    found = answer("inspect", "demo", "--hw", "t4", *WORK)["memory"]
+    result = answer("inspect", "demo", "--hw", "t4", *WORK)["memory"]
     for tier in ("device", "host"):
-        assert found[tier]["least_bytes"] <= found[tier]["total_bytes"] <= found[tier]["capacity_bytes"]
-    assert found["device"]["least_bytes"] == 0  # the CPU alone can do it
+        assert result[tier]["least_bytes"] <= result[tier]["total_bytes"] <= result[tier]["capacity_bytes"]
+    assert result["device"]["least_bytes"] == 0  # the CPU alone can do it
     alone = answer("inspect", "demo", "--hw", "cpu-avx2", *WORK)["memory"]
     least = alone["host"]["least_bytes"]
     question = ("optimize", "--hw", "cpu-avx2", "--model", "demo", *WORK)
@@ -111,7 +111,7 @@ def test_an_inspection_for_people() -> None:
     done = run("inspect", "mixtral", "--hw", "t4", "--disk", "0")
     words = " ".join(done.stdout.split())
     assert (done.returncode, done.stderr) == (0, "")
-    for said in (
+    for message in (
         "mixtral-8x7b mixtral, bfloat16",
         "32 layers with 8 experts, 2 for each token",
         "46.7 billion parameters, 12.9 billion (28 %) active for a token",
@@ -120,7 +120,7 @@ def test_an_inspection_for_people() -> None:
         "memory on t4",
         "least",
     ):
-        assert said in words, said
+        assert message in words, message
 
 
 @pytest.mark.parametrize(

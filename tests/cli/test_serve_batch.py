@@ -30,13 +30,13 @@ def client(tmp_path: Path) -> Iterator[openai.OpenAI]:
     ours, theirs = os.pipe()
     process = Program("moelight.cli.main", *words, streams=(0, 1, theirs))
     os.close(theirs)
-    with open(ours, encoding="utf-8") as said:
-        url = said.readline().split("base URL ")[1].split(",")[0]
+    with open(ours, encoding="utf-8") as message:
+        url = message.readline().split("base URL ")[1].split(",")[0]
         token = (data / "token").read_text().strip()
-        with openai.OpenAI(base_url=url, api_key=token, max_retries=0) as found:
-            yield found
+        with openai.OpenAI(base_url=url, api_key=token, max_retries=0) as result:
+            yield result
         process.send_signal(signal.SIGINT)
-        assert said.read().splitlines()[-1] == "moelight serve-batch: stopped"
+        assert message.read().splitlines()[-1] == "moelight serve-batch: stopped"
         assert process.wait() == 130
 
 
@@ -92,9 +92,9 @@ def test_the_official_client_is_answered_by_the_model(client: openai.OpenAI) -> 
 )
 def test_refused_in_one_line(words: list[str], why: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    given = [word.replace("@", str(tmp_path)) for word in words]
+    inputs = [word.replace("@", str(tmp_path)) for word in words]
     http = [] if "--watch" in words else ["--data", tmp_path / "d", "--port", "0"]
-    done = moelight_inside("serve-batch", "--model", "demo", *http, *given)
+    done = moelight_inside("serve-batch", "--model", "demo", *http, *inputs)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert why in done.stderr
 
@@ -125,6 +125,6 @@ def test_jobs_run_with_the_options_of_the_server(tmp_path: Path, monkeypatch: py
         raise ConfigError("enough")
 
     monkeypatch.setattr("moelight.serve.jobs.generate_command", end)
-    given = ["--max-tokens", "7", "--kv-dtype", "int8", "--activations", "int8", "--device", "cpu"]
-    moelight_inside("serve-batch", "--model", "demo", "--watch", tmp_path, *given)
-    assert handed_on == [given]
+    inputs = ["--max-tokens", "7", "--kv-dtype", "int8", "--activations", "int8", "--device", "cpu"]
+    moelight_inside("serve-batch", "--model", "demo", "--watch", tmp_path, *inputs)
+    assert handed_on == [inputs]

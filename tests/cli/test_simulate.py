@@ -43,59 +43,59 @@ def policy(tmp_path: Path) -> Path:
 
 
 def test_every_order_that_the_devices_allow_best_first(policy: Path) -> None:
-    found = simulation("--hw", "t4", *WORK, "--policy", policy, "--schedule", "all")
-    names = [each["schedule"] for each in found["schedules"]]
+    result = simulation("--hw", "t4", *WORK, "--policy", policy, "--schedule", "all")
+    names = [item["schedule"] for item in result["schedules"]]
     assert set(names) == set(SCHEDULES) - {"flexgen"}  # which attends on the GPU
-    speeds = [each["tokens_per_s"] for each in found["schedules"]]
+    speeds = [item["tokens_per_s"] for item in result["schedules"]]
     assert speeds == sorted(speeds, reverse=True)
     assert names[-1] == "serial" and names[0] in ("cgopipe", "module")
-    assert found["policy"]["batch_size"] == 12 and found["hardware"] == "t4"
+    assert result["policy"]["batch_size"] == 12 and result["hardware"] == "t4"
 
 
 def test_a_pass_moves_what_the_policy_streams(policy: Path) -> None:
-    found = simulation("--hw", "t4", *WORK, "--policy", policy, "--schedule", "cgopipe")
-    (only,) = found["schedules"]
+    result = simulation("--hw", "t4", *WORK, "--policy", policy, "--schedule", "cgopipe")
+    (only,) = result["schedules"]
     for kind in ("decode", "with_prompts"):
-        each = only[kind]
-        assert each["pass_s"] > 0 and 0 <= each["idle_share"] < 1
-        assert set(each["lanes"]) == {"disk", "stage", "h2d", "d2h", "device", "cpu"}
-        for lane in each["lanes"].values():
-            assert 0 < lane["busy_s"] <= each["pass_s"] * 1.001
-            assert lane["share"] == pytest.approx(lane["busy_s"] / each["pass_s"])
-        assert each["lanes"][each["binding"]]["busy_s"] == max(lane["busy_s"] for lane in each["lanes"].values())
+        item = only[kind]
+        assert item["pass_s"] > 0 and 0 <= item["idle_share"] < 1
+        assert set(item["lanes"]) == {"disk", "stage", "h2d", "d2h", "device", "cpu"}
+        for lane in item["lanes"].values():
+            assert 0 < lane["busy_s"] <= item["pass_s"] * 1.001
+            assert lane["share"] == pytest.approx(lane["busy_s"] / item["pass_s"])
+        assert item["lanes"][item["binding"]]["busy_s"] == max(lane["busy_s"] for lane in item["lanes"].values())
         page, pages = 96 * 1024, 32
-        assert each["lanes"]["disk"]["bytes"] == pages // 4 * page
-        assert each["lanes"]["stage"]["bytes"] == pages // 2 * page
-        assert each["lanes"]["h2d"]["bytes"] >= 3 * pages // 4 * page
+        assert item["lanes"]["disk"]["bytes"] == pages // 4 * page
+        assert item["lanes"]["stage"]["bytes"] == pages // 2 * page
+        assert item["lanes"]["h2d"]["bytes"] >= 3 * pages // 4 * page
     assert (only["decode"]["decode_tokens"], only["decode"]["prompt_tokens"]) == (12, 0)
     assert only["with_prompts"]["prompt_tokens"] > 0
     assert only["decode"]["decode_tokens_per_s"] == pytest.approx(12 / only["decode"]["pass_s"])
 
 
 def test_without_a_gpu(tmp_path: Path) -> None:
-    found = simulation("--hw", "cpu-avx2", "--model", "demo", *WORK, "--schedule", "all")
-    for each in found["schedules"]:
-        assert set(each["decode"]["lanes"]) <= {"cpu", "disk"}
-        assert each["decode"]["pass_s"] == pytest.approx(each["estimate"]["pass_s"], rel=0.1)
+    result = simulation("--hw", "cpu-avx2", "--model", "demo", *WORK, "--schedule", "all")
+    for item in result["schedules"]:
+        assert set(item["decode"]["lanes"]) <= {"cpu", "disk"}
+        assert item["decode"]["pass_s"] == pytest.approx(item["estimate"]["pass_s"], rel=0.1)
 
 
 def test_one_policy_on_another_model(policy: Path) -> None:
-    found = simulation("--hw", "t4", *WORK, "--policy", policy, "--model", "olmoe-1b-7b")
-    assert found["policy"]["model"] == "olmoe-1b-7b"
-    assert found["schedules"][0]["decode"]["lanes"]["h2d"]["bytes"] > 1 << 30
+    result = simulation("--hw", "t4", *WORK, "--policy", policy, "--model", "olmoe-1b-7b")
+    assert result["policy"]["model"] == "olmoe-1b-7b"
+    assert result["schedules"][0]["decode"]["lanes"]["h2d"]["bytes"] > 1 << 30
 
 
 def test_a_trace_that_can_be_reported(policy: Path, tmp_path: Path) -> None:
     trace = tmp_path / "sim.json"
     done = run("simulate", "--hw", "t4", *WORK, "--policy", policy, "--passes", "5", "--trace", trace)
     assert (done.returncode, done.stderr) == (0, "") and f"trace: {trace}" in done.stdout.replace("\n", "")
-    found = read_trace(trace)
-    assert set(found.bars.passes) == set(range(6))  # one with prompts, five that decode
-    assert found.about.source == "simulated" and found.about.hardware == "t4"
-    assert found.about.policy["schedule"] == "cgopipe" and found.about.pass_s > 0
-    assert set(found.about.predicted) <= {"disk", "stage", "h2d", "d2h", "device", "cpu"}
-    assert set(found.about.roofs) == {"disk", "stage", "h2d", "d2h"}
-    assert found.about.predicted["disk"].bytes == 8 * 96 * 1024
+    result = read_trace(trace)
+    assert set(result.bars.passes) == set(range(6))  # one with prompts, five that decode
+    assert result.about.source == "simulated" and result.about.hardware == "t4"
+    assert result.about.policy["schedule"] == "cgopipe" and result.about.pass_s > 0
+    assert set(result.about.predicted) <= {"disk", "stage", "h2d", "d2h", "device", "cpu"}
+    assert set(result.about.roofs) == {"disk", "stage", "h2d", "d2h"}
+    assert result.about.predicted["disk"].bytes == 8 * 96 * 1024
     reported = run("report", trace)
     assert reported.returncode == 0 and "6 passes simulated" in reported.stdout
 
@@ -120,8 +120,8 @@ def test_the_tables_fit_the_terminal(policy: Path, monkeypatch: pytest.MonkeyPat
     arguments = ("simulate", "--hw", "t4", *WORK, "--policy", policy, "--schedule", "all")
     text = run(*arguments).stdout
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    for said in ("demo on t4", "N = 12 in micro-batches of 4", "best first", "flexgen-loop", "binding lane idle"):
-        assert said in text
+    for message in ("demo on t4", "N = 12 in micro-batches of 4", "best first", "flexgen-loop", "binding lane idle"):
+        assert message in text
 
 
 REFUSED = {

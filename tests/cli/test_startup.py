@@ -72,8 +72,8 @@ def check_without_torch(*commands: list[str], code: int = 0) -> None:
         "        code = main(words)\n"
         "    print(code, 'torch' in sys.modules, len(out.getvalue()) > 1)"
     )
-    given = [sys.executable, "-c", program, json.dumps(commands)]
-    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, check=True)
+    inputs = [sys.executable, "-c", program, json.dumps(commands)]
+    done = subprocess.run(inputs, cwd=ROOT, capture_output=True, text=True, check=True)
     for line, command in zip(done.stdout.splitlines(), commands, strict=True):
         assert line == f"{code} False True", command
 

@@ -14,7 +14,7 @@ def run(streams: str, *arguments: str | Path) -> int:
     """The exit code, with one word a stream: `null`, `full`, or `closed`."""
     opened = {"null": os.open(os.devnull, os.O_RDWR), "full": os.open("/dev/full", os.O_RDWR)}
     try:
-        return Program("moelight.cli.main", *arguments, streams=[opened.get(each) for each in streams.split()]).wait()
+        return Program("moelight.cli.main", *arguments, streams=[opened.get(item) for item in streams.split()]).wait()
     finally:
         for number in opened.values():
             os.close(number)

@@ -30,7 +30,7 @@ def test_a_panic_is_known_by_its_class() -> None:
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_panic_becomes_the_error_that_is_made_of_its_message(quiet: bool, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match=r"^tokenizer: Precompiled: .*charsmap.*$") as caught:  # noqa: SIM117
-        with panics_as(lambda said: CheckpointError(f"tokenizer: {said}"), quiet=quiet):
+        with panics_as(lambda message: CheckpointError(f"tokenizer: {message}"), quiet=quiet):
             tokenizers.Tokenizer.from_str(_PANICS)
     assert "\n" not in str(caught.value)
     assert ("panicked at" in capfd.readouterr().err) is not quiet
@@ -51,11 +51,11 @@ def test_what_others_write_meanwhile_is_kept(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_a_closed_stderr_is_no_obstacle() -> None:
-    kept = os.dup(2)
+    retained = os.dup(2)
     os.close(2)
     try:
         with pytest.raises(CheckpointError), panics_as(CheckpointError, quiet=True):
             tokenizers.Tokenizer.from_str(_PANICS)
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(retained, 2)
+        os.close(retained)

@@ -100,5 +100,5 @@ def test_an_object_is_an_object(value: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold a JSON object"):
         read_object(tmp_path / "file")
     (tmp_path / "file").write_text(f'{{"a": {value}}}')
-    found: dict[str, Any] = read_object(tmp_path / "file")
-    assert list(found) == ["a"]
+    result: dict[str, Any] = read_object(tmp_path / "file")
+    assert list(result) == ["a"]

@@ -31,8 +31,8 @@ class Block:
     @property
     def file(self) -> str | None:
         """The file whose content this is, by the line above it."""
-        found = _FILE.fullmatch(self.above)
-        return found[1] if found is not None and not self.joined else None
+        match = _FILE.fullmatch(self.above)
+        return match[1] if match is not None and not self.joined else None
 
 
 @dataclass(kw_only=True)
@@ -58,12 +58,12 @@ class Step:
 
 def blocks_of(path: Path) -> list[Block]:
     """The fenced blocks of ``path``."""
-    lines, found = path.read_text(encoding="utf-8").splitlines(), list[Block]()
+    lines, result = path.read_text(encoding="utf-8").splitlines(), list[Block]()
     fences = [at for at, line in enumerate(lines) if line.startswith("```")]
     for start, end in zip(fences[::2], fences[1::2], strict=True):
         above = next((line for line in reversed(lines[:start]) if line.strip()), "")
         below = next((line for line in lines[end + 1 :] if line.strip()), "")
-        found.append(
+        result.append(
             Block(
                 first=start + 1,
                 language=lines[start][3:].strip(),
@@ -73,7 +73,7 @@ def blocks_of(path: Path) -> list[Block]:
                 joined=start > 0 and lines[start - 1].startswith("```"),
             )
         )
-    return found
+    return result
 
 
 def steps_of(path: Path) -> list[Step]:
@@ -98,22 +98,22 @@ def steps_of(path: Path) -> list[Step]:
 
 def _commands(block: Block) -> list[Step]:
     """The commands of a block, each with the lines behind it up to the next one; none where it begins otherwise."""
-    found, lines = list[Step](), block.lines
+    result, lines = list[Step](), block.lines
     dollars = bool(lines) and lines[0].startswith("$ ")
     at = 0
     while at < len(lines):
         line, number = lines[at], block.first + at
         at += 1
         if dollars and not line.startswith("$ "):
-            shown = found[-1].shown or Shown(first=number, lines=[], trimmed=block.below.startswith("(Trimmed"))
+            shown = result[-1].shown or Shown(first=number, lines=[], trimmed=block.below.startswith("(Trimmed"))
             shown.lines.append(line)
-            found[-1].shown = shown
+            result[-1].shown = shown
             continue
         command = line.removeprefix("$ ")
-        if not dollars and not found and not re.match(r"(moelight|make|python|pip|git|source|jq) ", f"{command} "):
+        if not dollars and not result and not re.match(r"(moelight|make|python|pip|git|source|jq) ", f"{command} "):
             return []
         while command.endswith("\\"):
             command = command.removesuffix("\\").rstrip() + " " + lines[at].strip()
             at += 1
-        found.append(Step(line=number, command=command))
-    return found
+        result.append(Step(line=number, command=command))
+    return result

@@ -99,17 +99,17 @@ def play(document: Path) -> list[Difference]:
     Raises:
         FailedError: a command or a block of Python fails.
     """
-    found, steps = list[Difference](), steps_of(document)
+    result, steps = list[Difference](), steps_of(document)
     names = _names() if any(step.python for step in steps) else {"close": lambda: None}
     try:
         for step in steps:
             actual = _done(step, names, f"{place(document)}:{step.line + 1}")
             if actual is not None and step.shown is not None and not agrees(step.shown, actual):
                 now = brought_up_to_date(step.shown, actual)
-                found.append(Difference(document=document, first=step.shown.first, shown=step.shown.lines, now=now))
+                result.append(Difference(document=document, first=step.shown.first, shown=step.shown.lines, now=now))
     finally:
         names["close"]()
-    return found
+    return result
 
 
 @contextlib.contextmanager
@@ -119,22 +119,22 @@ def stage(cache: Path) -> Iterator[None]:
     changed = {"COLUMNS": COLUMNS, CACHE_VARIABLE: str(cache), "HF_HUB_OFFLINE": "1"}
     machine = load_hardware_profile("cpu-amx")
     with tempfile.TemporaryDirectory() as made, mock.patch.dict(os.environ, changed):
-        there = Path(made)
-        (there / "path" / "to").mkdir(parents=True)
-        shutil.copytree(DEMO, there / "path" / "to" / "checkpoint")
-        (there / "examples").symlink_to(ROOT / "examples")
+        present = Path(made)
+        (present / "path" / "to").mkdir(parents=True)
+        shutil.copytree(DEMO, present / "path" / "to" / "checkpoint")
+        (present / "examples").symlink_to(ROOT / "examples")
         policies = ROOT / "examples" / "policies"
         for name, policy in (("mine", "long_job"), ("other", "default"), ("small", "small")):
-            shutil.copy(policies / f"{policy}.moe", there / f"{name}.moe")
-        (there / "qwen").mkdir()
-        (there / "qwen" / "config.json").write_text(json.dumps(model_config("qwen1.5-moe-a2.7b")))
-        shutil.copy(DEMO / "tokenizer.json", there / "qwen")
-        write_prompts(there / "prompts.jsonl", {"prompt": "add 17 and 25 ="}, {"prompt": "sort window ="})
+            shutil.copy(policies / f"{policy}.moe", present / f"{name}.moe")
+        (present / "qwen").mkdir()
+        (present / "qwen" / "config.json").write_text(json.dumps(model_config("qwen1.5-moe-a2.7b")))
+        shutil.copy(DEMO / "tokenizer.json", present / "qwen")
+        write_prompts(present / "prompts.jsonl", {"prompt": "add 17 and 25 ="}, {"prompt": "sort window ="})
         message = {"role": "user", "content": "add 17 and 25 ="}
         body = {"model": "demo", "messages": [message], "max_tokens": 20}
         line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-        write_prompts(there / "batch.jsonl", line)
-        os.chdir(there)
+        write_prompts(present / "batch.jsonl", line)
+        os.chdir(present)
         try:
             with mock.patch("moelight.runtime.machine_profile.machine_profile", return_value=machine):
                 yield
@@ -169,7 +169,7 @@ def is_run(command: str) -> bool:
     """Whether ``command`` is ours, whole, and in no list of those that are not run; with metavariables or brackets it
     is a synopsis."""
     synopsis = re.search(r"[\[…|&]|(?<![\w.-])[A-Z]+\b(?!\.|\w)", command)
-    listed = any(command.startswith(each) for each in NOT_RUN)
+    listed = any(command.startswith(item) for item in NOT_RUN)
     return command.startswith("moelight ") and synopsis is None and not listed
 
 
@@ -193,10 +193,10 @@ def _names() -> dict[str, Any]:
 
 
 def _run_python(text: str, names: dict[str, Any], where: str) -> None:
-    own = {**names, "__name__": "shown"}
+    original = {**names, "__name__": "shown"}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(text, where, "exec"), own)  # noqa: S102 (what a reader would run)
+            exec(compile(text, where, "exec"), original)  # noqa: S102 (what a reader would run)
     except Exception as error:
         raise FailedError(f"{where}: {type(error).__name__}: {error}\n{text}") from error
 
@@ -207,10 +207,10 @@ def agrees(shown: Shown, actual: Sequence[str]) -> bool:
     pattern = [".*" if line.strip() == "…" else _pattern(line) for line in shown.lines]
     if shown.trimmed:
         rest = iter(lines)
-        return all(any(re.fullmatch(each, _plain(line)) for line in rest) for each in pattern)
-    whole = "".join(r"(?:.*\n)*?" if line.strip() == "…" else f"{_pattern(line)}\n" for line in shown.lines)
+        return all(any(re.fullmatch(item, _plain(line)) for line in rest) for item in pattern)
+    full = "".join(r"(?:.*\n)*?" if line.strip() == "…" else f"{_pattern(line)}\n" for line in shown.lines)
     trailing = "".join(f"{_plain(line)}\n" for line in _without_ends(lines))
-    return re.fullmatch(whole, trailing) is not None
+    return re.fullmatch(full, trailing) is not None
 
 
 def _without_ends(lines: Sequence[str]) -> Sequence[str]:
@@ -235,7 +235,7 @@ def brought_up_to_date(shown: Shown, actual: Sequence[str]) -> list[str]:
     lines = [line.rstrip() for line in _without_ends([line.rstrip() for line in actual])]
     if not shown.trimmed and "…" not in (line.strip() for line in shown.lines):
         wanted: list[tuple[str, str | None]] = [
-            (next((each for each in shown.lines if re.fullmatch(_pattern(each), _plain(line))), ""), line)
+            (next((item for item in shown.lines if re.fullmatch(_pattern(item), _plain(line))), ""), line)
             for line in lines
         ]
     else:
@@ -247,7 +247,7 @@ def brought_up_to_date(shown: Shown, actual: Sequence[str]) -> list[str]:
 
 
 def _shortened(line: str) -> str:
-    return _LONG.sub(lambda found: f"{found[1] or found[2]}…", _plain(line))
+    return _LONG.sub(lambda result: f"{result[1] or result[2]}…", _plain(line))
 
 
 def _aligned(shown: Sequence[str], actual: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -259,17 +259,17 @@ def _aligned(shown: Sequence[str], actual: Sequence[str]) -> list[tuple[str, str
         for column in reversed(range(len(actual))):
             take = like[row][column] + best[row + 1][column + 1] if like[row][column] > 0.3 else 0.0
             best[row][column] = max(take, best[row + 1][column], best[row][column + 1])
-    found, column = list[tuple[str, str | None]](), 0
+    result, column = list[tuple[str, str | None]](), 0
     for row, old in enumerate(shown):
         if old.strip() == "…":
-            found.append((old, None))
+            result.append((old, None))
             continue
         while column < len(actual) and best[row][column] == best[row][column + 1] > best[row + 1][column]:
             column += 1
         if column < len(actual) and best[row][column] > best[row + 1][column]:
-            found.append((old, actual[column]))
+            result.append((old, actual[column]))
             column += 1
-    return found
+    return result
 
 
 def _alike(one: str, other: str) -> float:
@@ -281,19 +281,19 @@ def _alike(one: str, other: str) -> float:
 
 def write(differences: Sequence[Difference]) -> None:
     """Put what was found in its place, last block first."""
-    by_document: Mapping[Path, list[Difference]] = {each.document: [] for each in differences}
-    for each in differences:
-        by_document[each.document].append(each)
-    for document, found in by_document.items():
+    by_document: Mapping[Path, list[Difference]] = {difference.document: [] for difference in differences}
+    for difference in differences:
+        by_document[difference.document].append(difference)
+    for document, result in by_document.items():
         lines = document.read_text(encoding="utf-8").splitlines()
-        for each in sorted(found, key=lambda one: -one.first):
-            lines[each.first : each.first + len(each.shown)] = each.now
+        for difference in sorted(result, key=lambda one: -one.first):
+            lines[difference.first : difference.first + len(difference.shown)] = difference.now
         document.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> int:
     """Say what differs, or mend it."""
-    named = [Path(each).resolve() for each in sys.argv[1:] if each != "--update"]
+    named = [Path(item).resolve() for item in sys.argv[1:] if item != "--update"]
     differences = list[Difference]()
     with tempfile.TemporaryDirectory() as cache:
         for document in named or DOCUMENTS:

@@ -122,7 +122,7 @@ moelight generate mine.jsonl -o out.jsonl
     document.write_text(text, encoding="utf-8")
     with stage(cache):
         wrong = play(document)
-    assert [each.first for each in wrong] == [8, 15]
+    assert [item.first for item in wrong] == [8, 15]
     write(wrong)
     with stage(cache):
         assert play(document) == []

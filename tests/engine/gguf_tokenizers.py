@@ -115,12 +115,12 @@ def _numbers(draw: random.Random) -> str:
     )
 
 
-def _run(draw: random.Random, ranges: Sequence[tuple[int, int]], most: int = 12) -> str:
+def _run(draw: random.Random, ranges: Sequence[tuple[int, int]], maximum: int = 12) -> str:
     low, high = draw.choice(ranges)
     letters = [
         chr(point) for point in range(low, high + 1) if unicodedata.category(chr(point)) not in ("Cn", "Cs", "Co")
     ]
-    return "".join(draw.choices(letters, k=draw.randint(1, most)))
+    return "".join(draw.choices(letters, k=draw.randint(1, maximum)))
 
 
 _EAST_ASIAN = [
@@ -443,21 +443,21 @@ def _shown(name: str, row: dict[str, Any]) -> dict[str, Any]:
 
 def _chosen(rows: dict[str, dict[str, Any]], samples: Sequence[str]) -> list[int]:
     """Places of texts that tell most names apart, one after the other; of equal ones the shortest."""
-    kinds = [_numbered(tuple(row["expected"][place]) for row in rows.values()) for place in range(len(samples))]
+    kinds = [_numbered(tuple(row["expected"][position]) for row in rows.values()) for position in range(len(samples))]
     chosen: list[int] = []
     apart = [0] * len(rows)
     for _ in range(SAMPLED):
-        rest = [place for place in range(len(samples)) if place not in chosen]
-        counts = {place: len(set(zip(apart, kinds[place], strict=True))) for place in rest}
-        chosen.append(max(rest, key=lambda place: (counts[place], -len(samples[place]))))
+        rest = [position for position in range(len(samples)) if position not in chosen]
+        counts = {position: len(set(zip(apart, kinds[position], strict=True))) for position in rest}
+        chosen.append(max(rest, key=lambda position: (counts[position], -len(samples[position]))))
         apart = _numbered(zip(apart, kinds[chosen[-1]], strict=True))
     return chosen
 
 
 def _numbered(values: Iterable[Any]) -> list[int]:
     """Numbers that are equal where values are."""
-    numbers: dict[Any, int] = {}
-    return [numbers.setdefault(value, len(numbers)) for value in values]
+    array: dict[Any, int] = {}
+    return [array.setdefault(value, len(array)) for value in values]
 
 
 def _write_sample(
@@ -466,11 +466,11 @@ def _write_sample(
     """The ``chosen`` texts and llama.cpp's ids for every name; those of names with equal ids together."""
     groups: dict[str, list[str]] = {}
     for name, row in rows.items():
-        expected = [row["expected"][place] for place in chosen]
+        expected = [row["expected"][position] for position in chosen]
         groups.setdefault(json.dumps(expected, separators=(",", ":")), []).append(name)
     sets = [f'{{"names": {json.dumps(names)}, "ids": {ids}}}' for ids, names in groups.items()]
     lines = [
-        f'"texts": {json.dumps([samples[place] for place in chosen])}',
+        f'"texts": {json.dumps([samples[position] for position in chosen])}',
         f'"merges": {json.dumps(merges, separators=(",", ":"))}',
         '"expected": [\n' + ",\n".join(sets) + "\n]",
     ]

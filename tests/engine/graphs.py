@@ -49,7 +49,7 @@ def made(directory: Path, family: str, vocabulary: int = VOCABULARY) -> tuple[Pa
             if weight.ndim > 1:
                 weight.normal_(0, 0.15)
         module.save_pretrained(directory)
-        expected = [greedy(module, each) for each in prompts()]
+        expected = [greedy(module, prompt) for prompt in prompts()]
     save_byte_tokenizer(directory)
     return directory, expected
 
@@ -64,4 +64,4 @@ def greedy(module: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 def tokens(directory: Path, device: str = "cpu", **policy: Any) -> list[list[int]]:
     with Engine(Policy(model=str(directory), **{**SIZES, **policy}), device=device) as engine:
-        return [list(each.token_ids) for each in engine.generate(prompts(), HOW)]
+        return [list(item.token_ids) for item in engine.generate(prompts(), HOW)]

@@ -82,8 +82,8 @@ def test_commands_ask_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "numbers.activations" in capsys.readouterr().err
     against = ["compare", model, str(prompts), "--against", model, "--json"]
     assert main([*against, "--activations", "int8"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert 0 < found["kl"]["value"] < 0.02 and found["top1"]["value"] > 0.9
+    result = json.loads(capsys.readouterr().out)
+    assert 0 < result["kl"]["value"] < 0.02 and result["top1"]["value"] > 0.9
 
 
 def test_refusals(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +123,9 @@ def test_columns_out_of_order_are_refused_by_tensor(mixtral: Path, tmp_path: Pat
 
 def test_they_are_planned_only_where_asked_for() -> None:
     plans = {}
-    for given in BOTH:
-        fix = {} if given == "auto" else {"activations": given}
-        plans[given] = optimize("l4", "gpt-oss-20b", WORK, cache=False, fix=fix)
+    for inputs in BOTH:
+        fix = {} if inputs == "auto" else {"activations": inputs}
+        plans[inputs] = optimize("l4", "gpt-oss-20b", WORK, cache=False, fix=fix)
     assert plans["auto"].policy.activations == "auto"
     assert plans["int8"].runs == (not activation_faults_of("gpt-oss-20b"))
     assert "int8 activations" in plans["int8"].why
@@ -139,8 +139,8 @@ def activation_faults_of(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(("machine", "unit", "ratio"), [("cpu-amx", "cpu", 2), ("l4", "cpu", 2), ("rtx4090", "gpu", 4)])
 def test_products_are_priced_as_faster_and_reads_as_they_are(machine: str, unit: str, ratio: float) -> None:
     model, speeds = load_model_profile("gpt-oss-20b"), speeds_of(load_hardware_profile(machine))
-    models = [cost_model_of(model, Policy(model="m", activations=given), speeds) for given in BOTH]
-    few, many = ([each.expert_s(getattr(speeds, unit), rows) for each in models] for rows in (1, 4096))
+    models = [cost_model_of(model, Policy(model="m", activations=inputs), speeds) for inputs in BOTH]
+    few, many = ([model.expert_s(getattr(speeds, unit), rows) for model in models] for rows in (1, 4096))
     assert few[1] == few[0] and many[1] == pytest.approx(many[0] / ratio, rel=1e-2)
 
 

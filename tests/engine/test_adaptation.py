@@ -41,7 +41,7 @@ def restless(engine: Engine, seed: int) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("devices", "name"), in_turn([(each,) for each in ("cpu", "gpu", "gpu-attention", "split")], MODELS)
+    ("devices", "name"), in_turn([(item,) for item in ("cpu", "gpu", "gpu-attention", "split")], MODELS)
 )
 def test_any_changes_between_passes_give_the_same_tokens(tiny: Tiny, devices: str, name: str) -> None:
     model = tiny(name, **MODELS[name])
@@ -105,17 +105,17 @@ def test_a_change_is_said_in_the_figures_the_log_and_to_whoever_watches(
     how = SamplingParams(max_tokens=8, ignore_eos=True)
     prompts = [[65 + n % 26] * 6 for n in range(60)]
     with Engine(replace(policy, batch_size=32), device="cpu") as engine:
-        wanted = [each.token_ids for each in engine.generate(prompts, how)]
+        wanted = [item.token_ids for item in engine.generate(prompts, how)]
         assert engine.adaptations == ()
         assert engine.stats.as_dict()["adaptations"] == []
     with caplog.at_level(logging.INFO, logger="moelight"), Engine(policy, device="cpu", adapt=True) as engine:
-        assert [each.token_ids for each in engine.generate(prompts, how)] == wanted
-        changes, said = engine.adaptations, engine.stats.as_dict()["adaptations"]
+        assert [item.token_ids for item in engine.generate(prompts, how)] == wanted
+        changes, message = engine.adaptations, engine.stats.as_dict()["adaptations"]
         assert engine.policy.batch_size == 2
     first = changes[0]
     assert first.now["batch_size"] > 2
     assert first.before["batch_size"] == 2
-    assert said[0] == {
+    assert message[0] == {
         "pass": first.after_pass,
         "from": dict(first.before),
         "to": dict(first.now),

@@ -38,7 +38,7 @@ def policy(model: Path, **changes: Any) -> Policy:
 
 
 def tokens(completions: Sequence[Completion]) -> list[tuple[int, tuple[int, ...], str]]:
-    return sorted((each.index, each.token_ids, each.finish_reason) for each in completions)
+    return sorted((completion.index, completion.token_ids, completion.finish_reason) for completion in completions)
 
 
 def test_no_pass_waits_for_the_host(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_choosing_apart_and_scoring_read_nothing_back(model: Path) -> None:
     hows = [SamplingParams(prompt_logprobs=2, **special[row % len(special)]) for row in range(40)]
     requests = [Request(index=row, token_ids=(65, 66, 65), sampling=how) for row, how in enumerate(hows)]
     answers = OutputProcessor(requests, tokenizer, CallConstraints(Constraints(tokenizer, 307)), 99)
-    chunks = [SequenceChunk(sequence=each, start=0, count=3) for each in answers.sequences]
+    chunks = [SequenceChunk(sequence=sequence, start=0, count=3) for sequence in answers.sequences]
     logits = torch.randn(40, 307, generator=torch.Generator().manual_seed(1))
     with Reads():
         chosen = answers.choose(chunks, logits)
@@ -128,9 +128,9 @@ def test_who_ends_early_rides_once_more_for_nothing(model: Path, lanes: str, tem
         ),
         device="cpu",
     ) as engine:
-        whole = engine.generate(PROMPTS, how)
-        ends = frozenset(each.token_ids[2 + each.index % 5] for each in whole)
-        text = next(each.text[3:5] for each in whole if len(each.text) > 8)
+        full = engine.generate(PROMPTS, how)
+        ends = frozenset(item.token_ids[2 + item.index % 5] for item in full)
+        text = next(item.text[3:5] for item in full if len(item.text) > 8)
         stopping = SamplingParams(max_tokens=12, temperature=temperature, seed=3, stop=text)
         engine.tokenizer.eos_token_ids = ends
         wanted = tokens(engine.generate(PROMPTS, stopping))
@@ -149,9 +149,9 @@ def test_one_wasted_pass_at_the_end_where_all_stop_at_once(model: Path) -> None:
         (one,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=9, ignore_eos=True))
         before = engine.stats.passes
         engine.tokenizer.eos_token_ids = frozenset({one.token_ids[4]})
-        (found,) = engine.generate([PROMPTS[0]], how)
+        (result,) = engine.generate([PROMPTS[0]], how)
         ended = one.token_ids.index(one.token_ids[4])
-        assert found.token_ids == one.token_ids[:ended]
+        assert result.token_ids == one.token_ids[:ended]
         assert engine.stats.passes - before == ended + 1 + 1
 
 

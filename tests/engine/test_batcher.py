@@ -280,8 +280,10 @@ def test_a_long_prompt_is_cut_in_order_and_its_end_comes_last() -> None:
     batcher = small()
     batcher.add([generation(0, 21, 1), generation(1, 3, 1)])
     loads = batcher.next_pass()
-    mine = [(chunk.start, chunk.count) for load in loads for chunk in load.chunks if chunk.sequence.request.index == 0]
-    assert mine == [(0, 8), (8, 8), (16, 5)]
+    selected = [
+        (chunk.start, chunk.count) for load in loads for chunk in load.chunks if chunk.sequence.request.index == 0
+    ]
+    assert selected == [(0, 8), (8, 8), (16, 5)]
     assert [load.tokens for load in loads] == [8, 8, 8]
     assert [chunk.completes for load in loads for chunk in load.chunks].count(True) == 2
 
@@ -401,9 +403,9 @@ def test_a_sequence_is_computed_anew_where_its_positions_change() -> None:
         plans = batcher.next_pass()
         assert batcher.next_pass() == plans
         parts = [chunk for plan in plans for chunk in plan.chunks if chunk.sequence is sequence]
-        found = [(part.start, part.count, part.decodes, part.completes, part.reaches) for part in parts]
+        result = [(part.start, part.count, part.decodes, part.completes, part.reaches) for part in parts]
         batcher.launched(plans)
-        return sorted(found)
+        return sorted(result)
 
     while not grows.chosen:
         chunks_of(grows)
@@ -420,18 +422,20 @@ def test_a_sequence_is_computed_anew_where_its_positions_change() -> None:
 def test_a_prefix_is_shared_by_prompts_whose_positions_are_stretched_alike() -> None:
     prompt = tuple(range(160))
 
-    def cached(first: int, second: int, most: int, rule: ByLength) -> int:
+    def cached(first: int, second: int, maximum: int, rule: ByLength) -> int:
         """Tokens that the second of two prompts, beginnings of one text, has from the first."""
         policy = Policy(model="mixtral-8x7b", batch_size=1, micro_batch_size=1, kv_tokens=800, kv_block_size=16)
         batcher = Batcher(policy, BlockPool(50), discrete=False, prefix_caching=True, by_length=rule)
-        batcher.add([text(prompt[:first], 1), text(prompt[:second], most)])
+        batcher.add([text(prompt[:first], 1), text(prompt[:second], maximum)])
         while batcher.busy:
             batcher.launched(batcher.next_pass())
         return batcher.admitted.cached_tokens
 
-    def text(tokens: tuple[int, ...], most: int) -> RunningSequence:
-        sampling = SamplingParams(max_tokens=most)
-        return RunningSequence(request=Request(index=0, token_ids=tokens, sampling=sampling), seed=0, max_tokens=most)
+    def text(tokens: tuple[int, ...], maximum: int) -> RunningSequence:
+        sampling = SamplingParams(max_tokens=maximum)
+        return RunningSequence(
+            request=Request(index=0, token_ids=tokens, sampling=sampling), seed=0, max_tokens=maximum
+        )
 
     longrope, dynamic = ByLength(border=96, anew=True), ByLength(border=96, anew=False)
     assert cached(80, 88, 8, longrope) == 80

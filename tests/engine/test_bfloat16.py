@@ -79,8 +79,8 @@ def test_shuffled(model: Path, one_by_one: Ids) -> None:
     order = list(range(len(PROMPTS)))
     Random(5).shuffle(order)
     with Engine(policy(model, batch_size=13, micro_batch_size=5), device="cpu") as engine:
-        found = ids(engine, [PROMPTS[at] for at in order], [HOW[at] for at in order])
-    assert found == [one_by_one[at] for at in order]
+        result = ids(engine, [PROMPTS[at] for at in order], [HOW[at] for at in order])
+    assert result == [one_by_one[at] for at in order]
 
 
 @pytest.mark.parametrize(("tokens", "block_size", "model"), all_pairs([7, 50], [16, 128], SHAPES), indirect=["model"])

@@ -31,24 +31,27 @@ def value(random: Random, depth: int) -> tuple[dict[str, Any], Fits]:
         ["text", "integer", "flag", "enum", "list", "object"] if depth else ["text", "integer", "flag"]
     ):
         case "text":
-            most = random.randint(1, 6)
-            return {"type": "string", "maxLength": most}, lambda found: isinstance(found, str) and len(found) <= most
+            maximum = random.randint(1, 6)
+            return {
+                "type": "string",
+                "maxLength": maximum,
+            }, lambda result: isinstance(result, str) and len(result) <= maximum
         case "integer":
             low = random.randint(-20, 20)
             return (
                 {"type": "integer", "minimum": low, "maximum": low + 30},
-                lambda found: isinstance(found, int) and low <= found <= low + 30,
+                lambda result: isinstance(result, int) and low <= result <= low + 30,
             )
         case "flag":
-            return {"type": "boolean"}, lambda found: isinstance(found, bool)
+            return {"type": "boolean"}, lambda result: isinstance(result, bool)
         case "enum":
-            known = random.sample(["red", "green", 7, None, "a b"], 3)
-            return {"enum": known}, lambda found: found in known
+            known_names = random.sample(["red", "green", 7, None, "a b"], 3)
+            return {"enum": known_names}, lambda result: result in known_names
         case "list":
             inner, fits = value(random, depth - 1)
             return (
                 {"type": "array", "items": inner, "minItems": 1, "maxItems": 2},
-                lambda found: isinstance(found, list) and 1 <= len(found) <= 2 and all(map(fits, found)),
+                lambda result: isinstance(result, list) and 1 <= len(result) <= 2 and all(map(fits, result)),
             )
         case _:
             names = random.sample(["name", "n", "ok", "of_what"], random.randint(1, 2))
@@ -61,10 +64,10 @@ def value(random: Random, depth: int) -> tuple[dict[str, Any], Fits]:
             }
             return (
                 schema,
-                lambda found: (
-                    isinstance(found, dict)
-                    and set(found) == set(names)
-                    and all(fits(found[name]) for name, (_, fits) in parts.items())
+                lambda result: (
+                    isinstance(result, dict)
+                    and set(result) == set(names)
+                    and all(fits(result[name]) for name, (_, fits) in parts.items())
                 ),
             )
 
@@ -74,8 +77,8 @@ def grammars() -> list[tuple[StructuredOutputs, Fits]]:
     made: list[tuple[StructuredOutputs, Fits]] = []
     for seed in range(20):
         schema, fits = value(Random(seed), 2)
-        given = json.dumps(schema) if seed % 2 else schema
-        made.append((StructuredOutputs(json=given), lambda text, fits=fits: fits(json.loads(text))))
+        inputs = json.dumps(schema) if seed % 2 else schema
+        made.append((StructuredOutputs(json=inputs), lambda text, fits=fits: fits(json.loads(text))))
     for regex in ("[0-9]{3}-[0-9]{4}", "(yes|no)!", "[a-c]{2,5}x", r"\(\d{1,4}(,\d{1,3}){0,2}\)", "a?b?c"):
         made.append((StructuredOutputs(regex=regex), lambda text, regex=regex: re.fullmatch(regex, text) is not None))
     for choice in (["red", "green", "blue"], ["a", "ab", "abc"], ['say "x"']):
@@ -98,25 +101,25 @@ def test_answers_match_thirty_grammars_in_one_batch(place: str) -> None:
     with Engine(policy, device=place) as engine:
         for n, how in enumerate(hows):
             engine.check(Request(index=n, token_ids=(5,), sampling=how))
-        found = engine.generate(["tell me: "] * 32, [*hows, plain, plain])
-    for (outputs, fits), each in zip(wanted, found, strict=False):
-        ended = (each.finish_reason, each.stop_reason)
-        if outputs.json_object and each.finish_reason == "length":
+        result = engine.generate(["tell me: "] * 32, [*hows, plain, plain])
+    for (outputs, fits), item in zip(wanted, result, strict=False):
+        ended = (item.finish_reason, item.stop_reason)
+        if outputs.json_object and item.finish_reason == "length":
             continue  # any object, by a model that knows none, may be long
-        assert ended == ("stop", None), (outputs, each)
-        assert fits(each.text), (outputs, each.text)
-    assert [each.completion_tokens for each in found[30:]] == [12, 12]
+        assert ended == ("stop", None), (outputs, item)
+        assert fits(item.text), (outputs, item.text)
+    assert [item.completion_tokens for item in result[30:]] == [12, 12]
 
 
 def answer(how: dict[str, Any], **outputs: Any) -> Completion:
     with Engine(Policy(model="demo", batch_size=2), device="cpu") as engine:
-        given = {"max_tokens": 30, "temperature": 1.0, "seed": 2, **how}
-        return engine.generate(["x"], SamplingParams(structured_outputs=StructuredOutputs(**outputs), **given))[0]
+        inputs = {"max_tokens": 30, "temperature": 1.0, "seed": 2, **how}
+        return engine.generate(["x"], SamplingParams(structured_outputs=StructuredOutputs(**outputs), **inputs))[0]
 
 
 def test_an_answer_cut_short_says_so() -> None:
-    found = answer({"max_tokens": 4}, regex="[a-z]{20}")
-    assert (len(found.text), found.finish_reason) == (4, "length")
+    result = answer({"max_tokens": 4}, regex="[a-z]{20}")
+    assert (len(result.text), result.finish_reason) == (4, "length")
 
 
 def test_the_grammar_outranks_what_would_leave_no_token() -> None:
@@ -158,10 +161,10 @@ def test_a_pattern_and_a_length_both_hold() -> None:
 
 def test_an_answer_that_no_token_goes_on_with_is_an_error() -> None:
     """The demo's vocabulary has no é, which is found only where it is needed."""
-    found = answer({"logprobs": 0}, regex="abé")
-    assert (found.text, found.finish_reason) == ("ab", "error")
-    assert "no token" in str(found.stop_reason)
-    assert len(found.logprobs or ()) == 2
+    result = answer({"logprobs": 0}, regex="abé")
+    assert (result.text, result.finish_reason) == ("ab", "error")
+    assert "no token" in str(result.stop_reason)
+    assert len(result.logprobs or ()) == 2
 
 
 @pytest.mark.parametrize(
@@ -254,9 +257,9 @@ def test_grammars_are_tried_in_one_process_which_anything_may_end() -> None:
 def masks(tokenizer: Tokenizer, constraint: Constraint) -> Iterator[list[int]]:
     """The tokens that may come next, along every way there is."""
     allowed = constraint.allowed()
-    found = [] if allowed is None else bits_of(allowed)
-    yield found
-    for token in found:
+    result = [] if allowed is None else bits_of(allowed)
+    yield result
+    for token in result:
         if token not in tokenizer.eos_token_ids:
             further = Constraint(constraint._matcher.deep_copy(), constraint._special)
             further.go_on(token)
@@ -273,8 +276,8 @@ def test_choices_are_what_a_grammar_of_them_would_be() -> None:
         texts = ["".join(draw.choices(letters, k=draw.randint(1, 4))) for _ in range(draw.randint(1, 9))]
         grammar = "start: " + " | ".join(json.dumps(text) for text in texts)
         ways = [
-            list(masks(tokenizer, constraints.open(StructuredOutputs(**given))))
-            for given in ({"choice": texts}, {"grammar": grammar})
+            list(masks(tokenizer, constraints.open(StructuredOutputs(**inputs))))
+            for inputs in ({"choice": texts}, {"grammar": grammar})
         ]
         assert ways[0] == ways[1], texts
     constraints.close()
@@ -284,10 +287,10 @@ def test_of_very_many_choices_one_is_answered() -> None:
     """The same one where the others are far behind."""
     many = [f"option {n:05d}" for n in range(10_000)]
     how = {"temperature": 0.0}
-    found = answer(how, choice=many)
-    assert (found.finish_reason, found.text in many) == ("stop", True)
-    at = many.index(found.text)
-    assert answer(how, choice=many[max(0, at - 20) : at + 20]).token_ids == found.token_ids
+    result = answer(how, choice=many)
+    assert (result.finish_reason, result.text in many) == ("stop", True)
+    at = many.index(result.text)
+    assert answer(how, choice=many[max(0, at - 20) : at + 20]).token_ids == result.token_ids
 
 
 TOO_LARGE = "structured_outputs: it is too large for llguidance ("
@@ -311,9 +314,9 @@ def test_what_is_too_large_for_the_library_is_called_so(outputs: dict[str, Any])
 
 
 def test_an_answer_that_becomes_too_large_is_an_error() -> None:
-    found = answer({}, regex="[b-d]{3}(a{1000}){1000}")
-    assert (len(found.text) >= 2, found.finish_reason) == (True, "error")
-    assert str(found.stop_reason).startswith(TOO_LARGE)
+    result = answer({}, regex="[b-d]{3}(a{1000}){1000}")
+    assert (len(result.text) >= 2, result.finish_reason) == (True, "error")
+    assert str(result.stop_reason).startswith(TOO_LARGE)
 
 
 def test_equal_specifications_are_compiled_once() -> None:

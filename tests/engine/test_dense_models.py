@@ -65,13 +65,15 @@ def test_orders_beside_a_gpu(order: tuple[str, str, str, Shares], checkpoints: A
     """Layers are on the device when they are computed."""
     schedule, attention, _, _ = order
     directory, expected = checkpoints("llama")
-    found = tokens(directory, "twin", schedule=schedule, attention_device=attention, ffn_device="gpu", weights=HOMES[2])
-    assert found == expected
+    result = tokens(
+        directory, "twin", schedule=schedule, attention_device=attention, ffn_device="gpu", weights=HOMES[2]
+    )
+    assert result == expected
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("homes", HOMES, ids=("streamed", "halves", "thirds"))
-@pytest.mark.parametrize("order", [each for each in ORDERS if each[2] == "gpu"], ids=lambda order: order[0])
+@pytest.mark.parametrize("order", [item for item in ORDERS if item[2] == "gpu"], ids=lambda order: order[0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_order_gives_the_same_tokens(
     family: str, order: tuple[str, str, str, Shares], homes: Shares, checkpoints: Any
@@ -89,9 +91,9 @@ def test_expert_policies_choose_nothing(device: str, checkpoints: Any) -> None:
     gpu = {"ffn_device": "gpu", "weights": HOMES[2]} if device == "twin" else {"weights": Shares(host=0.5, disk=0.5)}
     options = ExpertOptions(policy=DEFAULT_POLICY, record=True)
     with Engine(Policy(model=str(directory), **SIZES, **gpu), device=device, experts=options) as engine:
-        found = engine.generate(prompts(), HOW)
+        result = engine.generate(prompts(), HOW)
         assert engine.residents_reason == "every pass uses every layer of a dense model"
-    assert [list(each.token_ids) for each in found] == expected
+    assert [list(item.token_ids) for item in result] == expected
 
 
 def test_prefixes_and_scores_are_those_of_transformers(checkpoints: Any) -> None:
@@ -106,14 +108,14 @@ def test_prefixes_and_scores_are_those_of_transformers(checkpoints: Any) -> None
         alone = [engine.generate([prompt], HOW)[0].token_ids for prompt in asked]
         together = engine.generate(asked * 3, HOW)
         scored = engine.generate(asked, how)
-    assert sum(each.cached_tokens for each in together) >= 3 * 16
-    assert [each.token_ids for each in together] == alone * 3
+    assert sum(item.cached_tokens for item in together) >= 3 * 16
+    assert [item.token_ids for item in together] == alone * 3
     module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    for prompt, found in zip(asked, scored, strict=True):
+    for prompt, result in zip(asked, scored, strict=True):
         with torch.no_grad():
             wanted = torch.log_softmax(module(torch.tensor([prompt])).logits[0], dim=-1)
         for at, token in enumerate(prompt[1:], 1):
-            assert found.prompt_logprobs[at][token].logprob == pytest.approx(float(wanted[at - 1, token]), abs=1e-4)
+            assert result.prompt_logprobs[at][token].logprob == pytest.approx(float(wanted[at - 1, token]), abs=1e-4)
 
 
 def test_a_page_is_what_runs_between_two_attentions(checkpoints: Any) -> None:
@@ -157,10 +159,10 @@ def test_the_ledger_counts_each_matrix_once() -> None:
 
 
 def _page_numbers(profile: Any) -> dict[int, int]:
-    found = dict.fromkeys(range(profile.num_layers), 0)
+    result = dict.fromkeys(range(profile.num_layers), 0)
     for tensor in profile.page_tensors:
-        found[tensor.layer] += tensor.elements
-    return found
+        result[tensor.layer] += tensor.elements
+    return result
 
 
 @pytest.mark.parametrize("experts", ["cpu", "split"])
@@ -173,7 +175,7 @@ def test_a_dense_layer_is_not_computed_beside_the_gpu(experts: str, checkpoints:
 def test_a_matrix_of_another_dtype_is_no_part_of_a_page(checkpoints: Any, tmp_path: Path) -> None:
     directory, _ = checkpoints("llama")
     name = "model.layers.1.mlp.up_proj.weight"
-    state = {key: each.bfloat16() for key, each in load_file(directory / "model.safetensors").items()}
+    state = {key: item.bfloat16() for key, item in load_file(directory / "model.safetensors").items()}
     save_file({**state, name: state[name].float()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     with pytest.raises(CheckpointError, match=f"{name}' .*F32.*others of its kind BF16"):
@@ -203,4 +205,4 @@ def test_plans_stream_layers_where_memory_is_short(checkpoints: Any) -> None:
     with planned(host_memory="1GiB") as engine:
         roomy = engine.policy
         assert roomy.weights.disk == 0
-        assert [list(each.token_ids) for each in engine.generate(prompts(), HOW)] == expected
+        assert [list(item.token_ids) for item in engine.generate(prompts(), HOW)] == expected

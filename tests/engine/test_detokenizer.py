@@ -70,11 +70,11 @@ def test_a_text_goes_on_after_its_context(tokenizer: Tokenizer) -> None:
     """Wherever it is cut between characters, the two parts are the whole: no space is lost at the border."""
     for text in TEXTS:
         ids = tokenizer.encode("so " + text)
-        whole = tokenizer.decode(ids)
+        full = tokenizer.decode(ids)
         for cut in range(1, len(ids)):
             before = tokenizer.decode(ids[:cut])
             if "\ufffd" not in before:
-                assert before + tokenizer.decode_after(tokenizer.context(ids[:cut]), ids[cut:]) == whole
+                assert before + tokenizer.decode_after(tokenizer.context(ids[:cut]), ids[cut:]) == full
 
 
 def test_a_context_that_ends_in_the_middle_of_a_character_gives_no_text_twice(tokenizer: Tokenizer) -> None:
@@ -102,9 +102,9 @@ def test_stop_texts_are_found_as_soon_as_they_are_there(tokenizer: Tokenizer, te
     context, ids = ids[:3], ids[3:]
     matcher = StopMatcher(tokenizer.decode, stops, context=tokenizer.context(context))
     for count in range(1, len(ids) + 1):
-        there = any(stop in tokenizer.decode_after(tokenizer.context(context), ids[:count]) for stop in stops)
-        assert matcher.matches(ids[count - 1]) == there, count
-        if there:
+        present = any(stop in tokenizer.decode_after(tokenizer.context(context), ids[:count]) for stop in stops)
+        assert matcher.matches(ids[count - 1]) == present, count
+        if present:
             return
     pytest.fail("never found")
 

@@ -66,14 +66,14 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
-        masks = [each for each in args[1] or () if each is not None] if name.startswith("index") else ()
+        masks = [item for item in args[1] or () if item is not None] if name.startswith("index") else ()
         if name in OPERATORS or any(isinstance(mask, Tensor) and mask.dtype == torch.bool for mask in masks):
             self.note(name)
         return function(*args, **(kwargs or {}))
 
-    def note(self, what: str) -> None:
+    def note(self, label: str) -> None:
         if (task := getattr(self._here, "task", None)) is not None:
-            self.found.append(f"{task.name} on {task.lane}: {what}")
+            self.found.append(f"{task.name} on {task.lane}: {label}")
 
     @contextmanager
     def inside(self, task: Task | None) -> Iterator[None]:
@@ -153,17 +153,17 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
 
 def test_the_watch_sees_what_waits(waits: Waits) -> None:
-    numbers = torch.arange(4)
+    values = torch.arange(4)
     for read in (
-        numbers.tolist,
-        numbers.numpy,
-        numbers.cpu,
-        numbers[0].item,
-        lambda: bool(numbers[1]),
-        lambda: numbers[numbers > 1],
-        numbers.nonzero,
+        values.tolist,
+        values.numpy,
+        values.cpu,
+        values[0].item,
+        lambda: bool(values[1]),
+        lambda: values[values > 1],
+        values.nonzero,
         lambda: torch.tensor([1, 2]),
-        HostCopy(numbers).wait,
+        HostCopy(values).wait,
     ):
         before = len(waits.found)
         with waits, waits.inside(Task(kind=TaskKind.ROUTE, lane=Lane.DEVICE)):
@@ -171,14 +171,14 @@ def test_the_watch_sees_what_waits(waits: Waits) -> None:
         assert len(waits.found) > before, read
     before = len(waits.found)
     with waits, waits.inside(Task(kind=TaskKind.ROUTE, lane=Lane.DEVICE)):
-        numbers[numbers.flip(0)] += torch.where(numbers > 1, numbers, 2 * numbers)
+        values[values.flip(0)] += torch.where(values > 1, values, 2 * values)
     assert len(waits.found) == before
 
 
 def tokens_of(policy: Policy, experts: ExpertOptions | None = None) -> list[tuple[int, ...]]:
     options = {} if experts is None else {"experts": experts}
     with Engine(policy, device="twin" if policy.discrete else "cpu", **options) as engine:  # type: ignore[arg-type]
-        return [each.token_ids for each in engine.generate(PROMPTS, HOW)]
+        return [item.token_ids for item in engine.generate(PROMPTS, HOW)]
 
 
 @pytest.fixture(scope="module")

@@ -77,17 +77,17 @@ def test_max_tokens_cuts_the_same_answer_shorter(engine: Engine, plain: list[Com
 
 def test_the_context_ends_an_answer(engine: Engine) -> None:
     prompts = [[65] * length for length in (CONTEXT - 1, CONTEXT - 2, CONTEXT - 20)]
-    found = engine.generate(prompts, replace(EIGHT, max_tokens=10))
-    assert [completion.completion_tokens for completion in found] == [1, 2, 10]
-    assert [completion.finish_reason for completion in found] == ["length"] * 3
+    result = engine.generate(prompts, replace(EIGHT, max_tokens=10))
+    assert [completion.completion_tokens for completion in result] == [1, 2, 10]
+    assert [completion.finish_reason for completion in result] == ["length"] * 3
 
 
 def test_a_stop_string_cuts_the_text_before_it(engine: Engine, plain: list[Completion]) -> None:
     """The tokens that spell it stay in token_ids; generation ends with them."""
     tried = 0
-    for prompt, whole in zip(PROMPTS, plain, strict=True):
+    for prompt, full in zip(PROMPTS, plain, strict=True):
         for end in range(2, 8):
-            text = engine.tokenizer.decode(whole.token_ids[:end])
+            text = engine.tokenizer.decode(full.token_ids[:end])
             stop = text[-1:]
             if not stop or stop == "\ufffd" or text.index(stop) != len(text) - 1:
                 continue
@@ -95,7 +95,7 @@ def test_a_stop_string_cuts_the_text_before_it(engine: Engine, plain: list[Compl
             (cut,) = engine.generate([prompt], replace(EIGHT, stop=("never this", stop)))
             assert cut.finish_reason == "stop"
             assert cut.text == text[:-1]
-            assert cut.token_ids == whole.token_ids[: cut.completion_tokens]
+            assert cut.token_ids == full.token_ids[: cut.completion_tokens]
             assert engine.tokenizer.decode(cut.token_ids).endswith(stop)
     assert tried > 5
 
@@ -116,13 +116,13 @@ def test_eos_ends_an_answer_and_is_not_part_of_it(
     eos = [plain[0].token_ids[3], plain[1].token_ids[5]] if many else plain[0].token_ids[3]
     ids = set(eos) if isinstance(eos, list) else {eos}
     with open_engine(with_eos(model, tmp_path / "model", eos)) as engine:
-        found = engine.generate(PROMPTS, replace(EIGHT, ignore_eos=False))
+        result = engine.generate(PROMPTS, replace(EIGHT, ignore_eos=False))
         ignoring = engine.generate(PROMPTS, EIGHT)
     assert [c.token_ids for c in ignoring] == [c.token_ids for c in plain]
     stopped = 0
-    for cut, whole in zip(found, plain, strict=True):
-        end = next((at for at, token in enumerate(whole.token_ids) if token in ids), None)
-        assert cut.token_ids == (whole.token_ids if end is None else whole.token_ids[:end])
+    for cut, full in zip(result, plain, strict=True):
+        end = next((at for at, token in enumerate(full.token_ids) if token in ids), None)
+        assert cut.token_ids == (full.token_ids if end is None else full.token_ids[:end])
         assert cut.finish_reason == ("length" if end is None else "stop")
         stopped += end is not None
     assert stopped >= 1 + many
@@ -135,8 +135,8 @@ def test_eos_may_come_first_or_last(model: Path, tmp_path: Path, plain: list[Com
         assert engine.generate([PROMPTS[0]], how)[0] == replace(plain[0], text="", token_ids=(), finish_reason="stop")
     if last not in plain[1].token_ids[:7]:
         with open_engine(with_eos(model, tmp_path / "last", last)) as engine:
-            (found,) = engine.generate([PROMPTS[1]], how)
-            assert (found.completion_tokens, found.finish_reason) == (7, "stop")
+            (result,) = engine.generate([PROMPTS[1]], how)
+            assert (result.completion_tokens, result.finish_reason) == (7, "stop")
 
 
 def test_every_form_of_a_prompt_means_the_same(engine: Engine) -> None:
@@ -153,14 +153,14 @@ def test_every_form_of_a_prompt_means_the_same(engine: Engine) -> None:
 def test_messages_go_through_the_chat_template(engine: Engine) -> None:
     messages = [{"role": "user", "content": "hello"}]
     written = engine.tokenizer.encode("<user>hello\n<assistant>")
-    found, wanted = engine.generate([{"messages": messages}, written], EIGHT)
-    assert found.token_ids == wanted.token_ids
+    result, wanted = engine.generate([{"messages": messages}, written], EIGHT)
+    assert result.token_ids == wanted.token_ids
 
 
 def test_every_prompt_may_have_its_own_sampling(engine: Engine, plain: list[Completion]) -> None:
     hows = [replace(EIGHT, max_tokens=1 + n) for n in range(len(PROMPTS) - 1)] + [EIGHT]
-    found = engine.generate(PROMPTS, hows)
-    assert [c.token_ids for c in found] == [w.token_ids[: h.max_tokens] for w, h in zip(plain, hows, strict=True)]
+    result = engine.generate(PROMPTS, hows)
+    assert [c.token_ids for c in result] == [w.token_ids[: h.max_tokens] for w, h in zip(plain, hows, strict=True)]
 
 
 BAD: dict[str, tuple[Any, str, str]] = {
@@ -234,10 +234,10 @@ def test_no_chat_template(model: Path, tmp_path: Path) -> None:
 
 def test_completions_come_as_they_finish(engine: Engine, plain: list[Completion]) -> None:
     """Shorter answers of one batch first; all of them once."""
-    hows = [replace(EIGHT, max_tokens=most) for most in (8, 2, 5, 1)]
-    found = list(engine.stream(PROMPTS[:4], hows))
-    assert [completion.index for completion in found] == [3, 1, 2, 0]
-    assert all(c.token_ids == plain[c.index].token_ids[: hows[c.index].max_tokens] for c in found)
+    hows = [replace(EIGHT, max_tokens=maximum) for maximum in (8, 2, 5, 1)]
+    result = list(engine.stream(PROMPTS[:4], hows))
+    assert [completion.index for completion in result] == [3, 1, 2, 0]
+    assert all(c.token_ids == plain[c.index].token_ids[: hows[c.index].max_tokens] for c in result)
 
 
 def test_calls_follow_each_other(model: Path, plain: list[Completion]) -> None:
@@ -318,8 +318,8 @@ def test_homes_are_pinned_where_the_machine_locks_memory(model: Path, monkeypatc
     policy = resolve(Policy(model=str(model), ffn_device="gpu"), profile, discrete=True)
 
     def decided(policy: Policy, machine: Machine = cuda) -> tuple[str, str]:
-        found, why = resolve_host_pages(policy, profile, machine, FLOAT32)
-        return found.host_pages, why
+        result, reason = resolve_host_pages(policy, profile, machine, FLOAT32)
+        return result.host_pages, reason
 
     monkeypatch.setattr(planning, "locks_in_place", lambda kind: kind == "cuda")
     assert decided(policy) == ("pinned", "memory is locked in place, so expert pages are transferred directly")
@@ -394,14 +394,14 @@ def test_a_process_keeps_its_cores_and_threads(
 ) -> None:
     """Bound threads are the engine's own: the caller's affinity is what it was, and they end with the engine."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: len(os.sched_getaffinity(0)))
-    mine, tasks = os.sched_getaffinity(0), Path("/proc/self/task")
+    selected, tasks = os.sched_getaffinity(0), Path("/proc/self/task")
     gpu = {"ffn_device": "gpu"} if device == "twin" else {}
     before = {task.name for task in tasks.iterdir()}
     with Engine(Policy(model=str(model), **gpu), device=device, lanes=lanes) as engine:  # type: ignore[arg-type]
-        found = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=4, ignore_eos=True))
+        result = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=4, ignore_eos=True))
         during = os.sched_getaffinity(0)
-    assert found[0].token_ids == plain[0].token_ids[:4]
-    assert during == os.sched_getaffinity(0) == mine
+    assert result[0].token_ids == plain[0].token_ids[:4]
+    assert during == os.sched_getaffinity(0) == selected
     # torch's own threads stay
     left = [task for task in tasks.iterdir() if task.name not in before]
-    assert all(os.sched_getaffinity(int(task.name)) == mine for task in left)
+    assert all(os.sched_getaffinity(int(task.name)) == selected for task in left)

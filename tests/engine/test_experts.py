@@ -80,7 +80,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 def tokens_of(engine: Engine) -> Tokens:
-    return [each.token_ids for each in engine.generate(PROMPTS, HOW)]
+    return [item.token_ids for item in engine.generate(PROMPTS, HOW)]
 
 
 _TRUTH: dict[Path, Tokens] = {}
@@ -119,7 +119,7 @@ def held(engine: Engine) -> int:
     return len(engine._experts.residency.residency.cache._leases)
 
 
-@pytest.mark.parametrize("eviction", [*((each,) for each in EVICTIONS), FALLBACK, ("slru", "score")], ids="|".join)
+@pytest.mark.parametrize("eviction", [*((item,) for item in EVICTIONS), FALLBACK, ("slru", "score")], ids="|".join)
 def test_every_eviction(tiny: Tiny, eviction: tuple[str, ...]) -> None:
     """Small passes exchange residents between whole ones; at the end nobody but the last layer's choice is held."""
     model = tiny("mixtral", **MODELS["mixtral"])
@@ -129,15 +129,15 @@ def test_every_eviction(tiny: Tiny, eviction: tuple[str, ...]) -> None:
         assert tokens_of(engine) == truth(model)
         assert engine._experts.residency.pages() != before  # type: ignore[union-attr]
         assert held(engine) <= 8
-        found = engine.expert_stats
-    assert found is not None
-    assert found["cache"]["eviction"] == " | ".join(eviction)
-    assert found["cache"]["evictions"] > 0
+        result = engine.expert_stats
+    assert result is not None
+    assert result["cache"]["eviction"] == " | ".join(eviction)
+    assert result["cache"]["evictions"] > 0
 
 
 @pytest.mark.parametrize(
     ("family", "strategy"),
-    [*(("mixtral", each) for each in STRATEGIES), ("qwen3_moe", "next_router"), ("qwen3_moe", "lookahead")],
+    [*(("mixtral", item) for item in STRATEGIES), ("qwen3_moe", "next_router"), ("qwen3_moe", "lookahead")],
 )
 def test_every_predictor(family: str, tiny: Tiny, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All guesses are acted on."""
@@ -151,7 +151,7 @@ def test_every_predictor(family: str, tiny: Tiny, strategy: str, monkeypatch: py
     assert stalls["ahead_useful"] <= stalls["ahead_pages"]
 
 
-@pytest.mark.parametrize(("devices", "lanes"), in_turn([(each,) for each in DEVICES], LANE_KINDS))
+@pytest.mark.parametrize(("devices", "lanes"), in_turn([(item,) for item in DEVICES], LANE_KINDS))
 def test_every_machine(tiny: Tiny, devices: str, lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of the missing experts the CPU computes is decided anew in each layer."""
     monkeypatch.setattr(predict, "SURE", 0.0)
@@ -206,20 +206,20 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("block", "devices"), in_turn([(each,) for each in BLOCKS], ["split, both", "cpu"]))
+@pytest.mark.parametrize(("block", "devices"), in_turn([(item,) for item in BLOCKS], ["split, both", "cpu"]))
 def test_every_block(tiny: Tiny, block: str, devices: str) -> None:
     model = tiny("qwen3_moe", **MODELS["qwen3_moe"])
     with opened(here(model, devices), experts(**BLOCKS[block]), lanes="auto") as engine:
         assert tokens_of(engine) == truth(model)
-        found = engine.expert_stats
-    assert found is not None
-    assert found["sizing"]["slots"] == found["sizing"]["budget_slots"] == (12 if "per_layer" in BLOCKS[block] else 6)
-    assert found["sizing"]["status"] in ("OK", "BELOW_RECOMMENDED")
+        result = engine.expert_stats
+    assert result is not None
+    assert result["sizing"]["slots"] == result["sizing"]["budget_slots"] == (12 if "per_layer" in BLOCKS[block] else 6)
+    assert result["sizing"]["status"] in ("OK", "BELOW_RECOMMENDED")
     if block == "adapt":
-        assert found["adaptations"]
+        assert result["adaptations"]
     if block == "warm_pin":
-        assert found["pinned"]
-        assert {each["layer"] for each in found["pinned"]} <= set(MOE_LAYERS["qwen3_moe"])
+        assert result["pinned"]
+        assert {item["layer"] for item in result["pinned"]} <= set(MOE_LAYERS["qwen3_moe"])
 
 
 @st.composite
@@ -227,7 +227,7 @@ def asked_policies(draw: st.DrawFn, total: int, layers: int) -> ExpertPolicy:
     """Any policy with room for one expert up to nearly all."""
     capacity = draw(st.integers(1, total - 1))
     cache: dict[str, Any] = {
-        "eviction": draw(st.sampled_from([*((each,) for each in EVICTIONS), FALLBACK, ("slru", "lfu")])),
+        "eviction": draw(st.sampled_from([*((item,) for item in EVICTIONS), FALLBACK, ("slru", "lfu")])),
         "ttl": draw(st.sampled_from([None, None, 3, 11])),
         "pin": draw(st.sampled_from([(), (), (1,), (0, 3)])),
         "warm_pin": draw(st.sampled_from([None, 5])),
@@ -284,9 +284,9 @@ def test_a_policy_has_the_room_that_its_cache_has(
     """Under ``per_layer`` a capacity is each layer's, unless a budget is named."""
     model = small_model((True, False, True, True), experts=8)
     asked = ExpertPolicy(name="mine", cache=CacheRules(capacity=capacity), per_layer=per_layer)
-    found = with_residents(small_policy(model, discrete=False, resident=1), resident_share(asked, model, FLOAT32))
-    assert found.weights.host == pytest.approx(share)
-    assert len(place_pages(model, found).resident) == round(24 * share)
+    result = with_residents(small_policy(model, discrete=False, resident=1), resident_share(asked, model, FLOAT32))
+    assert result.weights.host == pytest.approx(share)
+    assert len(place_pages(model, result).resident) == round(24 * share)
 
 
 @pytest.fixture
@@ -326,14 +326,14 @@ def test_stats_count_every_choice_and_say_which_layers_had_none(tiny: Tiny, lear
     with Engine(here(model), device="cpu", experts=options) as engine:
         before = engine.expert_stats
         assert before is not None
-        assert [each["layer"] for each in before["layers"]] == [1, 3]
-        assert all(each["accesses"] == 0 and each["hit_rate"] is None for each in before["layers"])
+        assert [item["layer"] for item in before["layers"]] == [1, 3]
+        assert all(item["accesses"] == 0 and item["hit_rate"] is None for item in before["layers"])
         assert tokens_of(engine) == truth(model)
         after, counted = engine.expert_stats, engine._experts.residency.profile()  # type: ignore[union-attr]
         assert engine.policy.residents == ("learned" if learn else "static")
     assert after is not None
     json.dumps(after)
-    assert all(each["accesses"] > 0 for each in after["layers"])
+    assert all(item["accesses"] > 0 for item in after["layers"])
     tokens = sum(len(prompt) + how.max_tokens - 1 for prompt, how in zip(PROMPTS, HOW, strict=True))
     assert counted.counts.sum(axis=1).tolist() == pytest.approx([2 * tokens] * 2, rel=0.2)
 
@@ -344,12 +344,12 @@ def test_a_routing_trace_has_every_choice_and_changes_no_token(tiny: Tiny, devic
     with opened(here(model, devices), experts(), record=True, trace=path) as engine:
         assert tokens_of(engine) == truth(model)
         counts = engine._experts.residency.profile().counts  # type: ignore[union-attr]
-    found = {1: [0] * 8, 3: [0] * 8}
+    result = {1: [0] * 8, 3: [0] * 8}
     for row in read_rows(path):
         for expert in row.ids.tolist():
-            found[row.layer][expert] += 1
-    assert [found[1], found[3]] == counts.round().astype(int).tolist()
-    assert sum(found[1]) == sum(found[3]) >= 2 * sum(map(len, PROMPTS))
+            result[row.layer][expert] += 1
+    assert [result[1], result[3]] == counts.round().astype(int).tolist()
+    assert sum(result[1]) == sum(result[3]) >= 2 * sum(map(len, PROMPTS))
 
 
 def test_where_all_are_near_nothing_is_small_and_nobody_counts(tiny: Tiny) -> None:

@@ -56,17 +56,17 @@ def test_no_more_is_asked_for_than_rides_and_one_ahead(model: Path, devices: str
     with Engine(
         Policy(model=str(model), batch_size=4, **DEVICES[devices]), device="cpu" if devices == "cpu" else "twin"
     ) as engine:
-        found = engine.run(source)
+        result = engine.run(source)
         assert source.given == 0
-        for _ in islice(found, 40):
+        for _ in islice(result, 40):
             ended += 1
             assert source.given <= ended + 3 * 4 + 1, "those of this pass and of two that follow it, and one"
-        found.close()
+        result.close()
         assert engine.stats.prompt_tokens < source.given * 4
         assert engine._loaded.pool.free == engine._loaded.pool.blocks
-        given = source.given
+        inputs = source.given
         assert len(list(engine.run(islice(Source(), 3)))) == 3
-        assert source.given == given, "who was closed is not asked again"
+        assert source.given == inputs, "who was closed is not asked again"
 
 
 @pytest.mark.parametrize("devices", ["cpu", "gpu"])
@@ -99,7 +99,7 @@ def test_five_thousand_requests_leave_nothing_behind() -> None:
             yield request
 
     policy = Policy(model="m", batch_size=256, micro_batch_size=256, micro_batch_tokens=256)
-    batcher, most, finished = Batcher(policy, BlockPool(300), discrete=False), 0, 0
+    batcher, maximum, finished = Batcher(policy, BlockPool(300), discrete=False), 0, 0
     words: Any = Words()
     answers = OutputProcessor(source(), words, CallConstraints(Constraints(words, 10)), 1000)
     batcher.add(answers.sequences)
@@ -108,9 +108,9 @@ def test_five_thousand_requests_leave_nothing_behind() -> None:
         batcher.launched(loads)
         tokens = [[0 for chunk in load.chunks if chunk.completes] for load in loads]
         finished += len(answers.collect(batcher, loads, tokens))
-        most = max(most, len(made))
+        maximum = max(maximum, len(made))
     assert finished == 5_000
-    assert most <= 2 * 256 + 1
+    assert maximum <= 2 * 256 + 1
     assert not answers._states
     del loads
     assert not made

@@ -64,11 +64,11 @@ def page_traffic(timeline: Timeline, kind: TaskKind) -> int:
 def test_the_figures_add_up(model: Path) -> None:
     calls: list[int] = []
     with Engine(Policy(model=str(model), batch_size=4, weights=Shares(disk=1.0)), device="cpu") as engine:
-        found = engine.generate(PROMPTS, HOW)
-        found += list(engine.run(requests(), on_pass=lambda: calls.append(engine.progress_tokens)))
+        result = engine.generate(PROMPTS, HOW)
+        result += list(engine.run(requests(), on_pass=lambda: calls.append(engine.progress_tokens)))
         stats = engine.stats
-    assert stats.completion_tokens == sum(completion.completion_tokens for completion in found) == 2 * 3 * len(PROMPTS)
-    assert stats.prompt_tokens == sum(completion.prompt_tokens for completion in found)
+    assert stats.completion_tokens == sum(completion.completion_tokens for completion in result) == 2 * 3 * len(PROMPTS)
+    assert stats.prompt_tokens == sum(completion.prompt_tokens for completion in result)
     assert calls == sorted(calls)
     assert calls[-1] == stats.completion_tokens
     assert stats.passes == 2 * len(calls)

@@ -27,13 +27,13 @@ def tokens(model: Path, homes: Shares, device: str = "cpu") -> list[list[int]]:
     experts: Any = "cpu" if device == "cpu" else "gpu"
     policy = Policy(model=str(model), **sizes, weights=homes, ffn_device=experts)
     with Engine(policy, device=device) as engine:
-        return [list(each.token_ids) for each in engine.generate(PROMPTS, HOW)]
+        return [list(item.token_ids) for item in engine.generate(PROMPTS, HOW)]
 
 
 @pytest.mark.parametrize(
     ("architecture", "experts"),
     [
-        *((each, "MXFP4" if each == "gpt-oss" else "Q4_0") for each in CONFIGS),
+        *((item, "MXFP4" if item == "gpt-oss" else "Q4_0") for item in CONFIGS),
         ("llama", "Q8_0"),
         ("llama", "BF16"),
         ("gpt-oss", "BF16"),
@@ -47,23 +47,23 @@ def tokens(model: Path, homes: Shares, device: str = "cpu") -> list[list[int]]:
 def test_tokens_are_those_of_the_model_that_transformers_saves_with_the_numbers(
     architecture: str, experts: str, tmp_path: Path
 ) -> None:
-    path, numbers = tmp_path / "tiny.gguf", tmp_path / "numbers"
+    path, values = tmp_path / "tiny.gguf", tmp_path / "numbers"
     write_gguf(path, architecture, experts=experts, vocab=True)
-    save_numbers(numbers, architecture, experts=experts)
-    save_byte_tokenizer(numbers)
+    save_numbers(values, architecture, experts=experts)
+    save_byte_tokenizer(values)
     assert (open_model(str(path)).graph is None) == (architecture in OURS)
-    wanted = tokens(numbers, Shares(host=1.0))
+    wanted = tokens(values, Shares(host=1.0))
     for homes in (Shares(host=1.0), Shares(disk=1.0)):
         assert tokens(path, homes) == wanted
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek2", "gpt-oss"])
 def test_tokens_are_the_same_beside_a_device(architecture: str, tmp_path: Path) -> None:
-    path, numbers = tmp_path / "tiny.gguf", tmp_path / "numbers"
+    path, values = tmp_path / "tiny.gguf", tmp_path / "numbers"
     write_gguf(path, architecture, vocab=True)
-    save_numbers(numbers, architecture)
-    save_byte_tokenizer(numbers)
-    assert tokens(path, Shares(disk=1.0), "twin") == tokens(numbers, Shares(disk=1.0), "twin")
+    save_numbers(values, architecture)
+    save_byte_tokenizer(values)
+    assert tokens(path, Shares(disk=1.0), "twin") == tokens(values, Shares(disk=1.0), "twin")
 
 
 def test_older_files_with_whole_keys_and_values_run(tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_fused_tensors_are_those_apart(architecture: str, tmp_path: Path) -> Non
 def test_a_missing_scale_of_experts_scales_by_nothing(tmp_path: Path) -> None:
     """As in llama.cpp; transformers' default would be 2.5."""
     key = "deepseek2.expert_weights_scale"
-    found = []
+    result = []
     for name, value in (("missing", None), ("none", 1.0), ("more", 2.5)):
         write_gguf(tmp_path / f"{name}.gguf", "deepseek2", vocab=True, metadata={key: value})
-        found.append(tokens(tmp_path / f"{name}.gguf", Shares(host=1.0)))
-    assert found[0] == found[1] != found[2]
+        result.append(tokens(tmp_path / f"{name}.gguf", Shares(host=1.0)))
+    assert result[0] == result[1] != result[2]
 
 
 def test_fused_experts_of_gpt_oss_are_refused(tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_generate_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_compare_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the model that is measured: the model with the same numbers predicts what it predicts."""
-    path, numbers, prompts = tmp_path / "tiny.gguf", tmp_path / "numbers", tmp_path / "prompts.jsonl"
+    path, values, prompts = tmp_path / "tiny.gguf", tmp_path / "numbers", tmp_path / "prompts.jsonl"
     write_gguf(path, "llama", experts="Q8_0", vocab=True)
-    save_numbers(numbers, "llama", experts="Q8_0")
-    save_byte_tokenizer(numbers)
+    save_numbers(values, "llama", experts="Q8_0")
+    save_byte_tokenizer(values)
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": PROMPTS[2]}}
     prompts.write_text(json.dumps(row) + "\n")
-    assert main(["compare", str(path), str(prompts), "--against", str(numbers), "--json"]) == 0, capsys.readouterr().err
+    assert main(["compare", str(path), str(prompts), "--against", str(values), "--json"]) == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["kl"]["value"] == pytest.approx(0.0, abs=1e-4)

@@ -72,15 +72,15 @@ def write(path: Path, tokenizer: Tokenizer, **changes: Any) -> None:
 def test_texts_have_the_ids_of_the_tokenizer_that_was_written(trained: Tokenizer, begins: bool, tmp_path: Path) -> None:
     path = tmp_path / "some.gguf"
     write(path, trained, add_bos_token=begins)
-    found = Ours.from_gguf(path)
+    result = Ours.from_gguf(path)
     start = [trained.token_to_id("<|im_start|>")] if begins else []
     for text in TEXTS:
-        ids = found.encode(text)
+        ids = result.encode(text)
         assert ids == start + trained.encode(text).ids
-        assert found.decode(ids[len(start) :], skip_special_tokens=False) == text
-    assert found.eos_token_ids == {trained.token_to_id("<|end|>")}
-    assert found.token_id("bos_token") == trained.token_to_id("<|im_start|>")
-    rendered = found.render([{"role": "user", "content": "Hello"}])
+        assert result.decode(ids[len(start) :], skip_special_tokens=False) == text
+    assert result.eos_token_ids == {trained.token_to_id("<|end|>")}
+    assert result.token_id("bos_token") == trained.token_to_id("<|im_start|>")
+    rendered = result.render([{"role": "user", "content": "Hello"}])
     assert rendered == trained.encode("<|im_start|>Hello<|end|>").ids
 
 

@@ -74,15 +74,15 @@ class Large:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.stat().st_size for each in self.directory.glob("*.safetensors"))
+        return sum(path.stat().st_size for path in self.directory.glob("*.safetensors"))
 
 
 @pytest.fixture(scope="module", params=LARGE)
 def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Large]:
-    family, place = request.param, tmp_path_factory.mktemp(request.param)
+    family, position = request.param, tmp_path_factory.mktemp(request.param)
     module = large_model(family)
-    hub, own = save_large(module, place / "hub"), save_large(module, place / "own", hub_names=False)
-    same = names_in(hub) == names_in(own)
+    hub, original = save_large(module, position / "hub"), save_large(module, position / "own", hub_names=False)
+    same = names_in(hub) == names_in(original)
     tokens, logprobs = [], []
     for prompt in prompts():
         ids = list(prompt)
@@ -92,8 +92,8 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         logits = module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         logprobs.append(logits.log_softmax(-1))
     del module
-    yield Large(family=family, directory=hub, own_names=None if same else own, tokens=tokens, logprobs=logprobs)
-    rmtree(place)
+    yield Large(family=family, directory=hub, own_names=None if same else original, tokens=tokens, logprobs=logprobs)
+    rmtree(position)
 
 
 def names_in(directory: Path) -> set[str]:
@@ -107,7 +107,7 @@ def prompts() -> list[list[int]]:
 
 def served(directory: Path, device: str = "cpu", experts: ExpertOptions | None = None, **policy: Any) -> Any:
     with Engine(Policy(model=str(directory), **{**SIZES, **policy}), device=device, experts=experts) as engine:
-        return [list(each.token_ids) for each in engine.generate(prompts(), HOW)]
+        return [list(item.token_ids) for item in engine.generate(prompts(), HOW)]
 
 
 def test_it_has_more_than_half_a_gigabyte(large: Large) -> None:
@@ -212,11 +212,11 @@ def test_every_expert_policy_gives_the_tokens_of_transformers(large: Large, name
 
 def test_prompts_are_scored_as_transformers_scores_them(large: Large) -> None:
     how = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    whole = [[*prompt, *new] for prompt, new in zip(prompts(), large.tokens, strict=True)]
+    full = [[*prompt, *new] for prompt, new in zip(prompts(), large.tokens, strict=True)]
     with Engine(Policy(model=str(large.directory), weights=THIRD, **SIZES), device="cpu") as engine:
-        found = engine.generate(whole, how)
-    for ids, each, expected in zip(whole, found, large.logprobs, strict=True):
-        assert each.prompt_logprobs is not None
-        got = [entry[token].logprob for entry, token in zip(each.prompt_logprobs[1:], ids[1:], strict=True) if entry]
+        result = engine.generate(full, how)
+    for ids, item, expected in zip(full, result, large.logprobs, strict=True):
+        assert item.prompt_logprobs is not None
+        got = [entry[token].logprob for entry, token in zip(item.prompt_logprobs[1:], ids[1:], strict=True) if entry]
         right = [float(expected[at, token]) for at, token in enumerate(ids[1:])]
         assert got == pytest.approx(right, rel=1e-4, abs=1e-5)

@@ -85,9 +85,9 @@ def test_a_recurrent_model_shares_no_prefix(checkpoints: Any) -> None:
     directory, _ = checkpoints("qwen3_next")
     same = [prompts()[1]] * 3
     with Engine(Policy(model=str(directory), **SIZES), device="cpu") as engine:
-        found = engine.generate(same, HOW)
-    assert {each.cached_tokens for each in found} == {0}
-    assert len({tuple(each.token_ids) for each in found}) == 1
+        result = engine.generate(same, HOW)
+    assert {item.cached_tokens for item in result} == {0}
+    assert len({tuple(item.token_ids) for item in result}) == 1
 
 
 def test_routers_of_a_graph_predict(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_routers_of_a_graph_predict(checkpoints: Any, monkeypatch: pytest.Monkey
     directory, expected = checkpoints("qwen2_moe")
     policy = Policy(model=str(directory), weights=STREAMED, residents="learned", **SIZES)
     with Engine(policy, device="cpu", experts=ExpertOptions(policy=asked)) as engine:
-        assert [list(each.token_ids) for each in engine.generate(prompts(), HOW)] == expected
+        assert [list(item.token_ids) for item in engine.generate(prompts(), HOW)] == expected
         assert engine._passes is not None
         assert engine._passes.stalls["ahead_pages"] > 0
     monkeypatch.setattr(GraphModel, "_routes_first", lambda self: False)
@@ -109,7 +109,7 @@ def test_routers_of_a_graph_predict(checkpoints: Any, monkeypatch: pytest.Monkey
 def test_a_bfloat16_graph_on_a_float16_card_is_refused_or_computed_in_float32(checkpoints: Any, tmp_path: Path) -> None:
     directory, _ = checkpoints("qwen2_moe")
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    state = {name: each.bfloat16() for name, each in load_file(directory / "model.safetensors").items()}
+    state = {name: item.bfloat16() for name, item in load_file(directory / "model.safetensors").items()}
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="does not compute a bfloat16 checkpoint in float16; run a policy with"):
         tokens(tmp_path, "twin:fp16", ffn_device="gpu")

@@ -34,10 +34,10 @@ POLICY = Policy(
 )
 
 
-def sequence(index: int, prompt: int, most: int, *, grows: bool = True) -> RunningSequence:
-    sampling = SamplingParams(max_tokens=None if grows else most)
+def sequence(index: int, prompt: int, maximum: int, *, grows: bool = True) -> RunningSequence:
+    sampling = SamplingParams(max_tokens=None if grows else maximum)
     request = Request(index=index, token_ids=tuple(range(prompt)), sampling=sampling)
-    return RunningSequence(request=request, seed=0, max_tokens=most, grows=grows)
+    return RunningSequence(request=request, seed=0, max_tokens=maximum, grows=grows)
 
 
 class Driver:
@@ -53,7 +53,7 @@ class Driver:
         self.batcher.add(self.ends)
         flying: list[MicroBatchPlan] = []
         while self.batcher.busy or flying:
-            before = {each: each.computed for each in self.ends}
+            before = {end: end.computed for end in self.ends}
             plans = self.batcher.next_pass() if self.batcher.busy else []
             assert plans or flying, "no pass, and no token to wait for"
             self.check(plans, before)
@@ -67,7 +67,7 @@ class Driver:
 
     def check(self, plans: list[MicroBatchPlan], before: Mapping[RunningSequence, int]) -> None:
         running = set(self.batcher.running)
-        held = [block for each in running for block in each.blocks]
+        held = [block for item in running for block in item.blocks]
         assert len(held) == len(set(held))
         assert len(held) + self.pool.free == self.pool.blocks
         assert sum(plan.tokens for plan in plans) <= pass_tokens(self.batcher.policy)
@@ -111,10 +111,10 @@ def drivers(draw: st.DrawFn) -> Driver:
     random = Random(draw(st.integers(0, 1 << 20)))
     ends, longest = {}, 0
     for index in range(draw(st.integers(1, 12))):
-        prompt, most = random.randint(1, 60), random.randint(1, 90)
-        one = sequence(index, prompt, most, grows=random.random() < 0.8)
+        prompt, maximum = random.randint(1, 60), random.randint(1, 90)
+        one = sequence(index, prompt, maximum, grows=random.random() < 0.8)
         ends[one] = random.choice([random.randint(1, 90), 1 << 20])
-        longest = max(longest, -(-(prompt + most) // BLOCK))
+        longest = max(longest, -(-(prompt + maximum) // BLOCK))
     mu = draw(st.integers(1, 8))
     policy = {
         "batch_size": draw(st.integers(1, 10)),
@@ -134,7 +134,7 @@ def test_every_sequence_ends_whatever_is_suspended(run: Driver) -> None:
     assert run.pool.free == run.pool.blocks
     assert not run.batcher.running
     # Twice the passes of one token each in which only the oldest sequence goes on.
-    work = sum(len(each.request.token_ids) + each.max_tokens + 2 for each in run.ends)
+    work = sum(len(end.request.token_ids) + end.max_tokens + 2 for end in run.ends)
     assert run.passes <= 2 * work
 
 
@@ -162,13 +162,13 @@ def test_the_youngest_are_suspended_and_go_on_in_their_order() -> None:
     seen = []
     while run.batcher.busy:
         plans = run.batcher.next_pass()
-        seen.append([each.request.index for each in run.batcher.running])
+        seen.append([item.request.index for item in run.batcher.running])
         run.batcher.launched(plans)
         run.arrive(plans)
     order = [row for at, row in enumerate(seen) if not at or row != seen[at - 1]]
     assert order == [[0, 1, 2], [0, 1], [0, 2], [0, 3], [0]]
     assert run.batcher.admitted.suspended == 1
-    assert [len(each.generated) for each in run.ends] == [40, 12, 8, 3]
+    assert [len(end.generated) for end in run.ends] == [40, 12, 8, 3]
     assert run.batcher.admitted.sequences == 4
 
 
@@ -176,7 +176,7 @@ def test_one_sequence_may_fill_the_cache_to_the_last_slot() -> None:
     one, two = sequence(0, 3, 45), sequence(1, 3, 45)
     run = driver({one: 45, two: 45}, blocks=3, expected=1)
     run.drive()
-    assert [len(each.generated) for each in run.ends] == [45, 45]
+    assert [len(end.generated) for end in run.ends] == [45, 45]
     assert run.batcher.admitted.suspended == 1
 
 
@@ -227,8 +227,8 @@ def test_sequences_that_are_dropped_have_not_ended() -> None:
 def test_a_sequence_whose_positions_follow_its_length_reserves_everything() -> None:
     """Under dynamic scaling the keys of tokens that are computed at once are other ones."""
     rule = ByLength(border=30, anew=False)
-    for most, blocks in ((20, 1), (30, 3)):
-        one = sequence(0, 10, most)
+    for maximum, blocks in ((20, 1), (30, 3)):
+        one = sequence(0, 10, maximum)
         batcher = Batcher(POLICY, BlockPool(9), discrete=False, by_length=rule, expected_len=1)
         batcher.add([one])
         batcher.next_pass()
@@ -261,11 +261,11 @@ def answers(
     cache: int,
     device: str = "cpu",
     prompts: Any = PROMPTS,
-    **given: Any,
+    **arguments: Any,
 ) -> tuple[list[Completion], int]:
     """The answers, and how often a sequence was suspended."""
     values: dict[str, Any] = {"batch_size": 6, "micro_batch_size": 6, "micro_batch_tokens": 24, "kv_block_size": 16}
-    values |= {"ffn_device": "cpu" if device == "cpu" else "gpu", **given}
+    values |= {"ffn_device": "cpu" if device == "cpu" else "gpu", **arguments}
     with Engine(Policy(model=str(model), kv_tokens=cache, **values), device=device) as engine:
         hows = [how] * len(prompts) if isinstance(how, SamplingParams) else how
         requests = [
@@ -276,8 +276,8 @@ def answers(
         ]
         for request in requests:
             engine.check(request)
-        found = sorted(engine.run(requests), key=lambda each: (each.index, each.sample))
-        return found, engine.suspended
+        result = sorted(engine.run(requests), key=lambda item: (item.index, item.sample))
+        return result, engine.suspended
 
 
 @pytest.fixture(scope="module")
@@ -288,11 +288,11 @@ def model(tiny: Tiny) -> Path:
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> list[Completion]:
     """Answers with room for every sequence."""
-    found, times = answers(model, HOWS, cache=12 * CONTEXT)
+    result, times = answers(model, HOWS, cache=12 * CONTEXT)
     assert times == 0
-    assert found[0].completion_tokens == CONTEXT - len(PROMPTS[0])
-    assert any(each.reasoning and 14 <= len(each.text) <= 20 for each in found)
-    return found
+    assert result[0].completion_tokens == CONTEXT - len(PROMPTS[0])
+    assert any(item.reasoning and 14 <= len(item.text) <= 20 for item in result)
+    return result
 
 
 SCORES: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None, "cumulative_logprob": None}
@@ -309,12 +309,12 @@ def test_answers_are_those_of_a_cache_in_which_nothing_is_suspended(
 ) -> None:
     """Greedy and sampled ones, under penalties and grammars, with log-probabilities; beside a device, tokens are on the
     way when a sequence is suspended."""
-    found, times = answers(model, HOWS, cache=CACHE, **WAYS[way])
+    result, times = answers(model, HOWS, cache=CACHE, **WAYS[way])
     assert times >= 4
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(result, wanted, strict=True):
         assert replace(one, **SCORES) == replace(other, **SCORES)
         for scored, expected in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
-            assert [each and set(each) for each in scored or ()] == [each and set(each) for each in expected or ()]
+            assert [item and set(item) for item in scored or ()] == [item and set(item) for item in expected or ()]
         if one.cumulative_logprob is not None:
             assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, rel=1e-4)
 
@@ -323,9 +323,9 @@ def test_shared_prompts_are_found_again(model: Path) -> None:
     """What is computed again begins with the blocks of the prompt that are still known."""
     prompts = [[*b"a common beginning, ", 65 + n] for n in range(6)]
     free, never = answers(model, FREE, cache=8 * CONTEXT, prompts=prompts)
-    found, times = answers(model, FREE, cache=CACHE, prompts=prompts)
+    result, times = answers(model, FREE, cache=CACHE, prompts=prompts)
     assert (never, times > 0) == (0, True)
-    assert [each.token_ids for each in found] == [each.token_ids for each in free]
+    assert [item.token_ids for item in result] == [item.token_ids for item in free]
 
 
 def test_a_sequence_that_no_cache_could_hold_is_refused_with_what_it_takes(model: Path) -> None:
@@ -338,9 +338,9 @@ def test_a_sequence_that_no_cache_could_hold_is_refused_with_what_it_takes(model
 def test_the_plan_has_room_for_the_longest_answer(model: Path) -> None:
     work = Workload(num_requests=8, prompt_len=9, max_prompt_len=24, gen_len=12, max_gen_len=1 << 20)
     with Engine.from_pretrained(str(model), device="cpu", hw="cpu-amx", workload=work) as engine:
-        found = engine.generate(PROMPTS, FREE)
+        result = engine.generate(PROMPTS, FREE)
         assert engine.learned_len is not None
-    assert [each.completion_tokens for each in found] == [CONTEXT - len(prompt) for prompt in PROMPTS]
+    assert [item.completion_tokens for item in result] == [CONTEXT - len(prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("family", ["qwen3_next"])
@@ -351,8 +351,8 @@ def test_the_state_of_a_recurrence_is_computed_again(checkpoints: Any, tmp_path:
     (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
     prompts = graph_prompts()
     free, never = answers(directory, FREE, cache=5 * CONTEXT, prompts=prompts)
-    found, times = answers(directory, FREE, cache=CACHE, prompts=prompts)
+    result, times = answers(directory, FREE, cache=CACHE, prompts=prompts)
     assert never == 0
     assert times
-    assert [each.token_ids for each in found] == [each.token_ids for each in free]
-    assert [list(each.token_ids[: len(part)]) for each, part in zip(found, expected, strict=True)] == expected
+    assert [item.token_ids for item in result] == [item.token_ids for item in free]
+    assert [list(item.token_ids[: len(part)]) for item, part in zip(result, expected, strict=True)] == expected

@@ -64,8 +64,8 @@ def test_no_product_or_norm_rounds_earlier_than_in_transformers(family: str, dty
         error = (logprobs(reference(theirs(directory, getattr(torch, dtype)), sequences)) - truth).abs()
         with forced(directory, device=device, attention_device=attention, **LARGE) as engine:  # type: ignore[arg-type]
             for first in (0, LENGTH // 2 - 1):
-                found = logprobs(engine.logits(sequences, [first + 1] * len(sequences)))
-                ratios = quantiles((found - truth[:, first:]).abs()) / quantiles(error[:, first:])
+                result = logprobs(engine.logits(sequences, [first + 1] * len(sequences)))
+                ratios = quantiles((result - truth[:, first:]).abs()) / quantiles(error[:, first:])
                 print(family, dtype, device, first, ratios.tolist())
                 assert (ratios <= LIMITS).all(), (device, first, ratios)
 
@@ -86,23 +86,23 @@ def watched(chosen: list[Tensor]) -> Iterator[None]:
 
 def chosen_by_theirs(model: PreTrainedModel, sequence: list[int]) -> Tensor:
     """int64 [layers, T, k], in the order of the ids."""
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _module, _given, out: found.append(out[2].sort(-1).values))
+        layer.mlp.gate.register_forward_hook(lambda _module, _given, out: result.append(out[2].sort(-1).values))
         for layer in model.model.layers
     ]
     with torch.no_grad():
         model(torch.tensor([sequence]))
     for hook in hooks:
         hook.remove()
-    return torch.stack(found)
+    return torch.stack(result)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_routers_choose_others_no_more_often_than_in_transformers(dtype: str, tiny: Tiny) -> None:
     """Of qwen3_moe with 16 experts, 4 a token: choices that are not those in float32, of 9,600 over 4 checkpoints."""
-    ours = known = 0
+    ours = known_names = 0
     shape = {"num_experts": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 1, "mlp_only_layers": []}
     for seed in range(4):
         directory = tiny("qwen3_moe", dtype=dtype, seed=seed, **shape)
@@ -110,11 +110,11 @@ def test_routers_choose_others_no_more_often_than_in_transformers(dtype: str, ti
         with forced(directory, **LARGE) as engine:  # type: ignore[arg-type]
             for sequence in texts([100] * 4, seed=seed):
                 truth = chosen_by_theirs(truth_model, sequence)
-                known += int((chosen_by_theirs(half, sequence) != truth).any(-1).sum())
+                known_names += int((chosen_by_theirs(half, sequence) != truth).any(-1).sum())
                 chosen: list[Tensor] = []
                 with watched(chosen):
                     engine.logits([sequence], [len(sequence)])
                 ours += int((torch.stack(chosen) != truth).any(-1).sum())
-    print(dtype, "choices that differ from float32's:", ours, "ours,", known, "theirs")
-    assert known > 50
-    assert ours <= 1.4 * known
+    print(dtype, "choices that differ from float32's:", ours, "ours,", known_names, "theirs")
+    assert known_names > 50
+    assert ours <= 1.4 * known_names

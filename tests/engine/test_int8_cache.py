@@ -63,40 +63,40 @@ def mixtral(tiny: Tiny) -> Path:
     return tiny("mixtral", **SHAPE)
 
 
-def scores(found: list[Completion]) -> torch.Tensor:
-    return torch.tensor([each.cumulative_logprob or 0.0 for each in found])
+def scores(result: list[Completion]) -> torch.Tensor:
+    return torch.tensor([item.cumulative_logprob or 0.0 for item in result])
 
 
 def test_every_order_and_cut_gives_the_same_tokens_and_scores(mixtral: Path) -> None:
     """What a prompt's rows see of each other is what the cache keeps, so its parts do not matter. On the CPU all bits
     are equal; torch's products of the emulated device differ in their last ones, which may round to the next code."""
     first, *others = (answers(mixtral, **order) for order in ON_CPU.values())
-    assert len({each.token_ids for each in first}) > 2
-    for found in others:
-        assert [each.token_ids for each in found] == [each.token_ids for each in first]
-        assert torch.equal(scores(found), scores(first))
+    assert len({item.token_ids for item in first}) > 2
+    for other in others:
+        assert [item.token_ids for item in other] == [item.token_ids for item in first]
+        assert torch.equal(scores(other), scores(first))
     for order in BESIDE.values():
-        found = answers(mixtral, "twin", **order)
-        assert [each.token_ids for each in found] == [each.token_ids for each in first]
-        torch.testing.assert_close(scores(found), scores(first), rtol=0, atol=0.02)
+        other = answers(mixtral, "twin", **order)
+        assert [item.token_ids for item in other] == [item.token_ids for item in first]
+        torch.testing.assert_close(scores(other), scores(first), rtol=0, atol=0.02)
 
 
 def test_prompts_read_the_blocks_of_a_common_prefix(mixtral: Path) -> None:
-    found = answers(mixtral, batch_size=1, micro_batch_size=1, kv_block_size=16)
-    assert [each.cached_tokens for each in found[:3]] == [0, 0, 48]
+    result = answers(mixtral, batch_size=1, micro_batch_size=1, kv_block_size=16)
+    assert [item.cached_tokens for item in result[:3]] == [0, 0, 48]
 
 
 @pytest.mark.parametrize("device", ["cpu", "twin", "twin:fp16"])
 def test_logits_are_near_those_of_a_cache_that_is_not_quantised(device: str, tiny: Tiny) -> None:
     """Of a checkpoint in bfloat16, behind prompts and behind every later token; and not equal to them."""
     model = tiny("mixtral", dtype="bfloat16", num_experts_per_tok=6, **SHAPE)  # all experts: routers cannot differ
-    lens = [len(each) // 2 or 1 for each in SEQUENCES]
-    found: dict[str, torch.Tensor] = {}
+    lens = [len(item) // 2 or 1 for item in SEQUENCES]
+    result: dict[str, torch.Tensor] = {}
     for kv_dtype in ("auto", "int8"):
         sizes = {"batch_size": 6, "micro_batch_size": 3, "kv_tokens": 1024, "kv_dtype": kv_dtype}
         with forced(model, device=device, **sizes) as engine:
-            found[kv_dtype] = torch.cat(engine.logits(SEQUENCES, lens)).float()
-    distance = (found["int8"] - found["auto"]).abs().mean() / found["auto"].abs().mean()
+            result[kv_dtype] = torch.cat(engine.logits(SEQUENCES, lens)).float()
+    distance = (result["int8"] - result["auto"]).abs().mean() / result["auto"].abs().mean()
     assert 0 < float(distance) < 0.05
 
 
@@ -107,8 +107,8 @@ def test_the_same_memory_holds_nearly_twice_the_blocks(tiny: Tiny) -> None:
     for kv_dtype in ("auto", "int8"):
         one = Policy(model=str(model), batch_size=1, micro_batch_size=1, kv_tokens=64, kv_block_size=64)
         with Engine(replace(one, kv_dtype=kv_dtype), device="cpu") as engine:
-            each = kv_block_bytes(engine.profile, engine.policy, BFLOAT16)
-        tokens = budget // each * 64
+            item = kv_block_bytes(engine.profile, engine.policy, BFLOAT16)
+        tokens = budget // item * 64
         with Engine(replace(one, kv_dtype=kv_dtype, kv_tokens=tokens), device="cpu") as engine:
             announced = footprint(engine.profile, engine.policy, dtype=BFLOAT16).bytes_of("kv")
             assert announced <= budget

@@ -66,8 +66,8 @@ def served() -> list[tuple[str, str]]:
     return [(name, devices) for name in SCHEDULES.names() for devices, policy in made.items() if fits(name, policy)]
 
 
-CROSSING = [each for each in served() if DEVICES[each[1]].get("ffn_device")]
-ON_DEMAND = [each for each in served() if each[0] in ON_DEMAND_SCHEDULES]
+CROSSING = [item for item in served() if DEVICES[item[1]].get("ffn_device")]
+ON_DEMAND = [item for item in served() if item[0] in ON_DEMAND_SCHEDULES]
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -119,9 +119,9 @@ def run(policy: Policy, *, lanes: str = "auto") -> Answers:
 
 
 def test_answers_are_worth_comparing(model: Path) -> None:
-    found = truth(model)
-    assert len({tokens for _, tokens, _ in found}) > 9
-    assert all(len(tokens) <= how.max_tokens for (_, tokens, _), how in zip(found, SAMPLING, strict=True))
+    result = truth(model)
+    assert len({tokens for _, tokens, _ in result}) > 9
+    assert all(len(tokens) <= how.max_tokens for (_, tokens, _), how in zip(result, SAMPLING, strict=True))
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "mixtral"), ("twin", "qwen3_moe"), ("twin", "olmoe")])
@@ -198,10 +198,10 @@ def test_any_number_of_sequences_gives_the_same_tokens(tiny: Tiny, n: int, proce
     times = 6 if n == 64 else 1
     policy = Policy(model=str(model), batch_size=n, micro_batch_size=9, ffn_device=processor, weights=Shares(disk=1.0))
     with Engine(policy, device="twin" if processor == "gpu" else "cpu") as engine:
-        found = engine.generate(PROMPTS * times, SAMPLING * times)
+        result = engine.generate(PROMPTS * times, SAMPLING * times)
     wanted = truth(model)
-    for start in range(0, len(found), len(wanted)):
-        assert answers([replace(c, index=c.index - start) for c in found[start : start + len(wanted)]]) == wanted
+    for start in range(0, len(result), len(wanted)):
+        assert answers([replace(c, index=c.index - start) for c in result[start : start + len(wanted)]]) == wanted
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_any_policy_gives_the_same_tokens(tiny: Tiny, data: st.DataObject) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("schedule", "devices", "name"), in_turn([each for each in served() if each[1] != "cpu"], MODELS)
+    ("schedule", "devices", "name"), in_turn([item for item in served() if item[1] != "cpu"], MODELS)
 )
 def test_a_real_device_gives_the_same_tokens(tiny: Tiny, schedule: str, devices: str, name: str) -> None:
     """Streams and events of the accelerator that is here; prompts attend there, weights cross its link."""
@@ -312,8 +312,8 @@ def test_sampled_tokens_depend_on_the_seed_only(tiny: Tiny) -> None:
     prompt = list(b"once upon a time")
     seeds = [1, 2, 1, None, 3, None, 1]
     with Engine(Policy(model=str(model), batch_size=3, micro_batch_size=2), device="cpu") as engine:
-        found = [c.token_ids for c in engine.generate([prompt] * 7, [replace(how, seed=seed) for seed in seeds])]
+        result = [c.token_ids for c in engine.generate([prompt] * 7, [replace(how, seed=seed) for seed in seeds])]
         alone = engine.generate([prompt], replace(how, seed=1))[0].token_ids
         again = engine.generate([prompt], how)[0].token_ids
-    assert found[0] == found[2] == found[6] == alone
-    assert len({found[0], found[1], found[3], found[4], found[5], again}) == 6
+    assert result[0] == result[2] == result[6] == alone
+    assert len({result[0], result[1], result[3], result[4], result[5], again}) == 6

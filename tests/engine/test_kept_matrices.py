@@ -42,24 +42,24 @@ def weights_of(model: Path, device: str = "cpu", **how: Any) -> tuple[ModelWeigh
         loaded = engine._passes.model
         assert loaded.weights is not None
         arena = footprint(loaded.profile, policy, dtype=loaded.dtype)
-        return loaded.weights, next(each.bytes for each in arena.arenas if each.purpose == "dense")
+        return loaded.weights, next(arena.bytes for arena in arena.arenas if arena.purpose == "dense")
 
 
 def stacked(weights: ModelWeights) -> dict[str, StackedMatrix]:
     first: LayerWeights = weights.layers[0]
-    found = {"embed": weights.embed, "head": weights.head, "qkv": first.qkv, "o": first.o}
-    return {name: each for name, each in found.items() if isinstance(each, StackedMatrix)}
+    result = {"embed": weights.embed, "head": weights.head, "qkv": first.qkv, "o": first.o}
+    return {name: item for name, item in result.items() if isinstance(item, StackedMatrix)}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_attention_is_kept_as_every_method_stores_it(name: str, tiny: Tiny, tmp_path: Path) -> None:
-    quantised, numbers = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS[name])
-    plain, (mine, stored_bytes) = weights_of(numbers), weights_of(quantised)
-    assert set(stacked(mine)) == {"qkv", "o"} and not stacked(plain[0])
-    for whole, part in zip((plain[0].layers[0].qkv, plain[0].layers[0].o), stacked(mine).values(), strict=True):
-        assert isinstance(whole, Tensor) and part.shape == whole.shape
-        numbers_of = torch.cat([dense_values(each, whole.dtype) for each in part.parts])
-        assert torch.equal(numbers_of, whole)
+    quantised, values = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS[name])
+    plain, (selected, stored_bytes) = weights_of(values), weights_of(quantised)
+    assert set(stacked(selected)) == {"qkv", "o"} and not stacked(plain[0])
+    for full, part in zip((plain[0].layers[0].qkv, plain[0].layers[0].o), stacked(selected).values(), strict=True):
+        assert isinstance(full, Tensor) and part.shape == full.shape
+        numbers_of = torch.cat([dense_values(part, full.dtype) for part in part.parts])
+        assert torch.equal(numbers_of, full)
     assert stored_bytes < plain[1]
 
 
@@ -68,13 +68,13 @@ def test_a_file_keeps_embeddings_and_head_too(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", experts="Q4_0", vocab=True)
     weights, counted = weights_of(path)
-    found = stacked(weights)
-    assert set(found) >= {"qkv", "o"}
+    result = stacked(weights)
+    assert set(result) >= {"qkv", "o"}
     model = open_model(str(path)).profile
     assert model.stored is not None and counted == costs.dense_bytes(model, BFLOAT16, as_stored=True)
-    kept = sum(size for _, _, size in model.stored.dense_stored)
-    assert 0 < kept < counted < costs.dense_bytes(model, BFLOAT16)
-    for name, matrix in found.items():
+    retained = sum(size for _, _, size in model.stored.dense_stored)
+    assert 0 < retained < counted < costs.dense_bytes(model, BFLOAT16)
+    for name, matrix in result.items():
         if name == "embed":
             places = torch.tensor([5, 0, 5, 319])
             out = torch.empty((4, model.hidden_size), dtype=torch.bfloat16)
@@ -98,24 +98,25 @@ def test_beside_a_device_they_become_numbers(device: str, tiny: Tiny, tmp_path: 
 
 def test_they_are_read_in_their_own_bytes(tiny: Tiny, tmp_path: Path) -> None:
     """A plan's time per pass, too: at one row the bytes of int4 and its scales."""
-    quantised, numbers = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS["int4"])
+    quantised, values = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS["int4"])
     speeds = speeds_of(load_hardware_profile("cpu-amx"))
     models = [
-        cost_model_of(open_model(str(each)).profile, Policy(model="m", **SIZES), speeds)
-        for each in (quantised, numbers)
+        cost_model_of(open_model(str(item)).profile, Policy(model="m", **SIZES), speeds) for item in (quantised, values)
     ]
     elements = costs.layer_elements(models[0].model)[0]
     few = [
-        each.speeds.cpu.product_s(1, elements.before_attention, costs.kept_dtype(each.model, each.dtype, head=False))
-        for each in models
+        model.speeds.cpu.product_s(1, elements.before_attention, costs.kept_dtype(model.model, model.dtype, head=False))
+        for model in models
     ]
     dtype = costs.kept_dtype(models[0].model, models[0].dtype, head=False)
     assert few[0] < 0.6 * few[1] and dtype.bits < 8
     matrices = sum(
-        each.elements for each in costs.dense_tensors(models[0].model) if each.layer >= 0 and len(each.shape) > 1
+        tensor.elements
+        for tensor in costs.dense_tensors(models[0].model)
+        if tensor.layer >= 0 and len(tensor.shape) > 1
     )
-    layers = [each for each in costs.dense_tensors(models[0].model) if each.layer >= 0 and len(each.shape) > 1]
-    size = sum(costs.dense_tensor_bytes(models[0].model, each, models[0].dtype, as_stored=True) for each in layers)
+    layers = [tensor for tensor in costs.dense_tensors(models[0].model) if tensor.layer >= 0 and len(tensor.shape) > 1]
+    size = sum(costs.dense_tensor_bytes(models[0].model, item, models[0].dtype, as_stored=True) for item in layers)
     assert size <= dtype.bytes_for(matrices) <= size + matrices // 64
     assert align_up(size, 64) >= size
 

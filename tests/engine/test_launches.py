@@ -30,8 +30,8 @@ def decode(
 ) -> list[list[int]]:
     """The tokens of a prompt: its pass, and passes that decode."""
     with Engine(Policy(model=str(model), **{**SIZES, **policy}), device=device, cuda_graphs=cuda_graphs) as engine:
-        found = engine.generate([[65]], SamplingParams(max_tokens=tokens, ignore_eos=True))
-    return [list(each.token_ids) for each in found]
+        result = engine.generate([[65]], SamplingParams(max_tokens=tokens, ignore_eos=True))
+    return [list(item.token_ids) for item in result]
 
 
 def small_model(folder: Path, family: str, **changes: object) -> Path:
@@ -52,12 +52,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
 def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bfloat16 checkpoint; mixtral's has an expert that float16 does not hold."""
-    found = small_model(tmp_path_factory.mktemp("narrow"), request.param, dtype="bfloat16")
+    result = small_model(tmp_path_factory.mktemp("narrow"), request.param, dtype="bfloat16")
     if request.param == "mixtral":
-        state = load_file(found / "model.safetensors")
+        state = load_file(result / "model.safetensors")
         state["model.layers.0.block_sparse_moe.experts.1.w2.weight"][7] = 1e5
-        save_file(state, found / "model.safetensors", metadata={"format": "pt"})
-    return found
+        save_file(state, result / "model.safetensors", metadata={"format": "pt"})
+    return result
 
 
 @pytest.mark.parametrize("attention", ["cpu", "gpu"])

@@ -54,7 +54,7 @@ def answers(model: Path, device: str = TWIN, **options: Any) -> list[Completion]
 def logits(model: Path, device: str = TWIN, **options: Any) -> list[torch.Tensor]:
     """Of every position behind half a prompt."""
     with forced(model, device=device, batch_size=8, micro_batch_size=4, kv_tokens=1024, **options) as engine:
-        return engine.logits(SEQUENCES, [len(each) // 2 for each in SEQUENCES])
+        return engine.logits(SEQUENCES, [len(item) // 2 for item in SEQUENCES])
 
 
 def changed(tiny: Tiny, target: Path, change: Callable[[State], None], family: str = "mixtral") -> Path:
@@ -71,9 +71,9 @@ def changed(tiny: Tiny, target: Path, change: Callable[[State], None], family: s
 
 def assert_close_to_float32(model: Path, limit: float, **options: Any) -> None:
     truth = logits(model, "cpu", weight_dtype="float32")
-    for found, wanted in zip(logits(model, **options), truth, strict=True):
-        assert found.isfinite().all()
-        assert relative(found, wanted) <= limit
+    for result, wanted in zip(logits(model, **options), truth, strict=True):
+        assert result.isfinite().all()
+        assert relative(result, wanted) <= limit
 
 
 @pytest.mark.parametrize("orders", [ORDERS, ON_DEVICE, BESIDE], ids=["attention on the host", "on the device", "split"])
@@ -81,9 +81,11 @@ def assert_close_to_float32(model: Path, limit: float, **options: Any) -> None:
 def test_every_order_gives_the_same_tokens(family: str, orders: dict[str, dict[str, Any]], tiny: Tiny) -> None:
     model = tiny(family, dtype="bfloat16")
     devices = {"attention_device": "gpu"} if orders is ON_DEVICE else {}
-    found = {name: [each.token_ids for each in answers(model, **devices, **order)] for name, order in orders.items()}
-    first, *others = found.values()
-    assert all(each == first for each in others), found
+    result = {
+        name: [answer.token_ids for answer in answers(model, **devices, **order)] for name, order in orders.items()
+    }
+    first, *others = result.values()
+    assert all(other == first for other in others), result
     assert len(set(first)) == len(SEQUENCES)
 
 
@@ -135,7 +137,7 @@ def test_weights_beyond_float16_are_named_and_computed(
         assert name in told[0]
     assert "layers.1.block_sparse_moe.experts.2.w1" in told[1]
     with forced(model, device=TWIN, **order) as engine:
-        engine.logits(SEQUENCES, [len(each) for each in SEQUENCES])
+        engine.logits(SEQUENCES, [len(item) for item in SEQUENCES])
         assert engine._passes.model.operations._moe_ops._wide_layers == {1}
 
 
@@ -168,16 +170,16 @@ def test_activations_beyond_float16_are_errors_that_name_the_layer(
         assert "first in layer 1;" in str(completion.stop_reason)
         assert "weight_dtype float32" in str(completion.stop_reason)
     sound = answers(model, attention_device=attention, weight_dtype="float32")
-    assert {each.finish_reason for each in sound} == {"length"}
+    assert {item.finish_reason for item in sound} == {"length"}
 
 
 def prompt_logprobs(model: Path, device: str, **options: Any) -> torch.Tensor:
     policy = Policy(model=str(model), batch_size=4, micro_batch_size=2, kv_tokens=512, **options)
     with Engine(policy, device=device) as engine:
-        found = engine.generate(SEQUENCES, SamplingParams(max_tokens=0, prompt_logprobs=0))
-    rows = zip(SEQUENCES, found, strict=True)
+        result = engine.generate(SEQUENCES, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    rows = zip(SEQUENCES, result, strict=True)
     return torch.tensor(
-        [each[at].logprob for ids, row in rows for at, each in zip(ids, row.prompt_logprobs or (), strict=True) if each]
+        [item[at].logprob for ids, row in rows for at, item in zip(ids, row.prompt_logprobs or (), strict=True) if item]
     )
 
 
@@ -202,8 +204,8 @@ def test_a_real_device_computes_in_mixed_precision(
     devices = {"ffn_device": "gpu", "attention_device": "gpu" if order in ON_DEVICE.values() else "cpu", **order}
     if case == "keys beyond":
         with Engine(Policy(model=str(model), weight_dtype="float16", **devices), device="auto") as engine:
-            found = engine.generate(SEQUENCES, SamplingParams(max_tokens=2))
-        assert all("first in layer 1;" in str(each.stop_reason) for each in found)
+            result = engine.generate(SEQUENCES, SamplingParams(max_tokens=2))
+        assert all("first in layer 1;" in str(item.stop_reason) for item in result)
         return
     truth = prompt_logprobs(model, "cpu", weight_dtype="float32")
     torch.testing.assert_close(

@@ -75,29 +75,29 @@ def test_only_the_rows_that_meet_the_damage_are_errors(
     value: float, way: str, device: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     model = damaged(tiny("mixtral"), tmp_path / "model", "model.embed_tokens.weight", value, row=ILL)
-    found = serve(model, [*SOUND, *SICK], device, **WAYS[way])
+    result = serve(model, [*SOUND, *SICK], device, **WAYS[way])
     wanted = serve(tiny("mixtral"), SOUND, device, **WAYS[way])
-    assert [each.token_ids for each in found[:3]] == [each.token_ids for each in wanted]
-    assert [each.prompt_logprobs for each in found[:3]] == [each.prompt_logprobs for each in wanted]
-    for completion in found[3:]:
+    assert [item.token_ids for item in result[:3]] == [item.token_ids for item in wanted]
+    assert [item.prompt_logprobs for item in result[:3]] == [item.prompt_logprobs for item in wanted]
+    for completion in result[3:]:
         assert_not_finite(completion)
 
 
 def test_a_sequence_that_meets_the_damage_later_keeps_what_it_had(tiny: Tiny, tmp_path: Path) -> None:
     """The second token of the sound model's answer is spoiled: it is generated, and nothing can follow it."""
     sound = serve(tiny("mixtral"), SOUND[:1], ignore_eos=True)[0].token_ids
-    ill = next(place for place, token in enumerate(sound) if token not in SOUND[0])
+    ill = next(position for position, token in enumerate(sound) if token not in SOUND[0])
     for device in ("cpu", "twin"):
         model = damaged(tiny("mixtral"), tmp_path / device, "model.embed_tokens.weight", math.nan, row=sound[ill])
-        (found,) = serve(model, SOUND[:1], device, ignore_eos=True)
-        assert (found.finish_reason, found.error_code) == ("error", "not_finite")
-        assert found.token_ids == sound[: ill + 1]
+        (result,) = serve(model, SOUND[:1], device, ignore_eos=True)
+        assert (result.finish_reason, result.error_code) == ("error", "not_finite")
+        assert result.token_ids == sound[: ill + 1]
 
 
 def test_activations_beyond_float16_are_errors_too(tiny: Tiny, tmp_path: Path) -> None:
     model = damaged(tiny("mixtral", dtype="float16"), tmp_path / "model", "lm_head.weight", 60000.0)
     assert torch.isfinite(load_file(model / "model.safetensors")["lm_head.weight"]).all()
-    assert {each.error_code for each in serve(model, SOUND)} == {"not_finite"}
+    assert {item.error_code for item in serve(model, SOUND)} == {"not_finite"}
 
 
 def test_it_is_logged_once(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -75,11 +75,11 @@ def test_another_pass_is_announced_exactly_when_it_comes(
     requests: list[tuple[int, int]], n: int, announced: list[bool]
 ) -> None:
     """A pass carries n + 32 tokens here: a prompt of 70 takes three, one of 33 takes one."""
-    answers, batcher = start(*((length, SamplingParams(max_tokens=most)) for length, most in requests), n=n)
-    found = []
+    answers, batcher = start(*((length, SamplingParams(max_tokens=request)) for length, request in requests), n=n)
+    result = []
     while batcher.busy:
-        found.append(one_pass(answers, batcher)[0])
-    assert found == announced
+        result.append(one_pass(answers, batcher)[0])
+    assert result == announced
 
 
 def test_tokens_are_counted_without_the_closing_eos() -> None:
@@ -99,14 +99,14 @@ def test_a_stop_string_may_be_spelled_by_several_tokens() -> None:
     answers, batcher = start((2, SamplingParams(max_tokens=9, stop=("bc", "zz"))))
     for token in (0, 1, 1):
         assert one_pass(answers, batcher, token)[1] == []
-    _, (found,) = one_pass(answers, batcher, 2)
-    assert (found.text, found.token_ids, found.finish_reason) == ("ab", (0, 1, 1, 2), "stop")
+    _, (result,) = one_pass(answers, batcher, 2)
+    assert (result.text, result.token_ids, result.finish_reason) == ("ab", (0, 1, 1, 2), "stop")
 
 
 def test_the_last_token_allowed_may_also_stop() -> None:
     answers, batcher = start((2, SamplingParams(max_tokens=1, stop=("f",))), (2, SamplingParams(max_tokens=1)))
-    _, found = one_pass(answers, batcher, STOPPER)
-    assert sorted((c.index, c.finish_reason, c.text) for c in found) == [(0, "stop", ""), (1, "length", "f")]
+    _, result = one_pass(answers, batcher, STOPPER)
+    assert sorted((c.index, c.finish_reason, c.text) for c in result) == [(0, "stop", ""), (1, "length", "f")]
 
 
 def test_no_answer_outgrows_the_context() -> None:
@@ -117,8 +117,8 @@ def test_no_answer_outgrows_the_context() -> None:
     assert SamplingParams(max_tokens=None).most_tokens(130, 100) == 0
     answers, batcher = start((30, SamplingParams(max_tokens=50)), context=32)
     one_pass(answers, batcher)
-    _, (found,) = one_pass(answers, batcher)
-    assert (found.completion_tokens, found.finish_reason) == (2, "length")
+    _, (result,) = one_pass(answers, batcher)
+    assert (result.completion_tokens, result.finish_reason) == (2, "length")
 
 
 def test_a_request_without_a_seed_gets_one_of_its_own() -> None:

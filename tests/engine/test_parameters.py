@@ -71,8 +71,8 @@ def slow_answer(
     return tuple(output), None, "length"
 
 
-def seen(found: Sequence[Completion]) -> list[tuple[int, int, tuple[int, ...], Any, str]]:
-    return [(each.index, each.sample, each.token_ids, each.stop_reason, each.finish_reason) for each in found]
+def seen(result: Sequence[Completion]) -> list[tuple[int, int, tuple[int, ...], Any, str]]:
+    return [(item.index, item.sample, item.token_ids, item.stop_reason, item.finish_reason) for item in result]
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,8 @@ def test_tokens_are_those_of_a_slow_twin_at_any_batch_size(
     model = Policy(model=str(tiny("mixtral")), weight_dtype="float32", **policy)
     with Engine(model, device=device, lanes=lanes) as engine:
         assert seen(engine.generate(PROMPTS, HOWS)) == wanted
-    assert {each[4] for each in wanted} == {"stop", "length"}
-    assert any(each[3] is not None for each in wanted)
+    assert {item[4] for item in wanted} == {"stop", "length"}
+    assert any(item[3] is not None for item in wanted)
 
 
 @pytest.mark.parametrize("device", ["cpu", "twin"])
@@ -142,13 +142,13 @@ def test_n_answers_of_one_request(tiny: Tiny) -> None:
     """Each its own sample; the first is what a request for one gets."""
     how = SamplingParams(max_tokens=8, temperature=1.0, seed=5, n=4, ignore_eos=True)
     with Engine(Policy(model=str(tiny("mixtral")), batch_size=3), device="cpu") as engine:
-        found = engine.generate(PROMPTS[:2], how)
+        result = engine.generate(PROMPTS[:2], how)
         (one,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=8, temperature=1.0, seed=5, ignore_eos=True))
         free = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=8, temperature=1.0, n=4, ignore_eos=True))
-    assert [(each.index, each.sample) for each in found] == [(i, s) for i in range(2) for s in range(4)]
-    assert len({each.token_ids for each in found[:4]}) == 4
-    assert found[0].token_ids == one.token_ids
-    assert len({each.token_ids for each in free}) == 4
+    assert [(item.index, item.sample) for item in result] == [(i, s) for i in range(2) for s in range(4)]
+    assert len({item.token_ids for item in result[:4]}) == 4
+    assert result[0].token_ids == one.token_ids
+    assert len({item.token_ids for item in free}) == 4
 
 
 def test_where_texts_end(tmp_path: Path, tiny: Tiny) -> None:

@@ -92,7 +92,7 @@ def test_logits_are_those_of_transformers(name: str, elsewhere: tuple[str, str],
     sequences = texts([12, 17, 1])
     wanted = reference(hf_model(directory), sequences)
     halves = [(len(ids) + 1) // 2 for ids in sequences]
-    for where, policy in {"in memory": {}, **{place: WHERE[place] for place in elsewhere}}.items():
+    for where, policy in {"in memory": {}, **{position: WHERE[position] for position in elsewhere}}.items():
         with forced(directory, **{"batch_size": 96, "kv_tokens": 8192, **policy}) as engine:  # type: ignore[arg-type]
             by_token = engine.logits(sequences, [1] * len(sequences))
             by_prompt = engine.by_prefixes(sequences)
@@ -143,8 +143,8 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tiny: Tiny) -> Non
 
 def distance(ours: Tensor, theirs: Tensor) -> dict[str, float]:
     """|difference| over the largest logit of its position, [N, V]: mean, median token, 99th percentile of tokens."""
-    each = ((ours - theirs).abs() / theirs.abs().amax(-1, keepdim=True)).mean(-1)
-    return {"mean": float(each.mean()), "median": float(each.median()), "p99": float(each.quantile(0.99))}
+    item = ((ours - theirs).abs() / theirs.abs().amax(-1, keepdim=True)).mean(-1)
+    return {"mean": float(item.mean()), "median": float(item.median()), "p99": float(item.quantile(0.99))}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -164,7 +164,7 @@ def test_bfloat16_is_within_the_spread_of_transformers_own_attention(family: str
         by_prompt = torch.cat(engine.by_prefixes(sequences))
     for ours in (by_token, by_prompt):
         apart = [distance(ours, theirs) for theirs in backends]
-        nearer = min(apart, key=lambda each: each["mean"])
+        nearer = min(apart, key=lambda item: item["mean"])
         figures = {name: f"{nearer[name]:.5f} against {spread[name]:.5f}" for name in spread}
         print(family, figures)
         assert all(nearer[name] <= 1.25 * spread[name] for name in spread), figures

@@ -59,20 +59,20 @@ def here(resident: int, **changes: object) -> Policy:
     ],
 )
 def test_the_reason_is_said(policy: Policy, wanted: bool, why: str) -> None:
-    found, said = resolved(policy, wanted=wanted)
-    assert said.startswith(why)
-    assert found.residents == ("learned" if why == "on-demand passes" else "static")
-    if found.residents == "static":
-        assert found == replace(policy, residents="static")
+    result, message = resolved(policy, wanted=wanted)
+    assert message.startswith(why)
+    assert result.residents == ("learned" if why == "on-demand passes" else "static")
+    if result.residents == "static":
+        assert result == replace(policy, residents="static")
 
 
 def test_copies_of_what_is_near_a_device_need_room_in_host_memory() -> None:
     policy = small_policy(MODEL, discrete=True, resident=6, host=10)
     need = footprint(MODEL, replace(policy, residents="learned"), dtype=FLOAT32).total("host")
     assert resolved(policy, host=need)[0].residents == "learned"
-    found, said = resolved(policy, host=need - 1)
-    assert found.residents == "static"
-    assert "host memory" in said
+    result, message = resolved(policy, host=need - 1)
+    assert result.residents == "static"
+    assert "host memory" in message
 
 
 @examples(100)
@@ -91,18 +91,18 @@ def test_it_takes_no_more_memory_than_was_planned(
     policy = small_policy(MODEL, discrete=discrete, resident=resident, host=min(host, 16 - resident))
     policy = replace(policy, schedule=schedule, batch_size=n, micro_batch_size=min(4, n))
     before = footprint(MODEL, policy, dtype=FLOAT32)
-    found, _ = resolved(policy, wanted=wanted, host=before.total("host"), device=before.total("device"))
-    after = footprint(MODEL, found, dtype=FLOAT32)
+    result, _ = resolved(policy, wanted=wanted, host=before.total("host"), device=before.total("device"))
+    after = footprint(MODEL, result, dtype=FLOAT32)
     assert after.total("host") <= before.total("host")
     assert after.total("device") <= before.total("device")
-    assert isinstance(found.weights, Shares)
-    if found.residents == "learned":
-        placement = place_pages(MODEL, found)
+    assert isinstance(result.weights, Shares)
+    if result.residents == "learned":
+        placement = place_pages(MODEL, result)
         assert schedule in ON_DEMAND_SCHEDULES
         assert 0 < len(placement.resident) <= resident
         assert ring_slots(placement) >= 8
     else:
-        assert found.weights == policy.weights
+        assert result.weights == policy.weights
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,15 @@ def test_a_long_job_on_an_unknown_machine_measures_it(
     monkeypatch: pytest.MonkeyPatch, requests: int, options: dict[str, Any], measured: int
 ) -> None:
     """Once, before the plan is made, with the disk of the model."""
-    kept: list[HardwareProfile] = []
+    retained: list[HardwareProfile] = []
     disks: list[Path | None] = []
 
     def measure(*, disk_dir: Path | None) -> None:
         disks.append(disk_dir)
-        kept.append(replace(load_hardware_profile("laptop-nvme"), name="auto"))
+        retained.append(replace(load_hardware_profile("laptop-nvme"), name="auto"))
 
     monkeypatch.setattr(planning, "machine_profile", measure)
-    monkeypatch.setattr(planning, "kept_profile", lambda: kept[0] if kept else None)
+    monkeypatch.setattr(planning, "kept_profile", lambda: retained[0] if retained else None)
     monkeypatch.setattr(planning, "accelerator_name", lambda device: None)
     monkeypatch.setattr(planning, "hardware_for", inspect.unwrap(planning.hardware_for))
     model, workload = LazyModel("demo"), Workload(num_requests=requests)

@@ -49,7 +49,7 @@ def rewritten(source: Path, target: Path, changes: dict[str, Any]) -> Path:
     return target
 
 
-@pytest.mark.parametrize(("name", "family"), in_turn([(each,) for each in WRITTEN], FAMILIES))
+@pytest.mark.parametrize(("name", "family"), in_turn([(item,) for item in WRITTEN], FAMILIES))
 def test_log_probabilities_follow_the_keys_that_transformers_follows(
     name: str, family: str, tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -57,12 +57,12 @@ def test_log_probabilities_follow_the_keys_that_transformers_follows(
     sequences, prompt_lens = texts([60, 41]), [48, 30]
     with forced(directory, batch_size=8, kv_tokens=4096) as engine:
         ours = engine.logits(sequences, prompt_lens)
-    for mine, known, first in zip(ours, reference(hf_model(directory), sequences), prompt_lens, strict=True):
-        apart = (mine.double().log_softmax(-1) - known[first - 1 :].double().log_softmax(-1)).abs().max()
+    for selected, known_names, first in zip(ours, reference(hf_model(directory), sequences), prompt_lens, strict=True):
+        apart = (selected.double().log_softmax(-1) - known_names[first - 1 :].double().log_softmax(-1)).abs().max()
         assert float(apart) < 2e-3
     with forced(tiny(family), batch_size=8, kv_tokens=4096) as engine:
         plain = engine.logits(sequences, prompt_lens)
-    assert not any(torch.allclose(mine, other, atol=1.0) for mine, other in zip(ours, plain, strict=True))
+    assert not any(torch.allclose(selected, other, atol=1.0) for selected, other in zip(ours, plain, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -29,9 +29,9 @@ def alike(random: Random, many: int, *, longest: int = 120) -> Prompts:
     prompts: Prompts = []
     while len(prompts) < many:
         earlier = random.choice(prompts) if prompts and random.random() < 0.8 else ()
-        kept = random.choice((len(earlier), random.randint(0, len(earlier)), len(earlier) // BLOCK * BLOCK))
+        retained = random.choice((len(earlier), random.randint(0, len(earlier)), len(earlier) // BLOCK * BLOCK))
         new = tuple(random.randrange(65, 70) for _ in range(random.choice((0, 1, 5, BLOCK, 40))))
-        if prompt := (earlier[:kept] + new)[:longest]:
+        if prompt := (earlier[:retained] + new)[:longest]:
             prompts.append(prompt)
     return prompts
 
@@ -58,10 +58,10 @@ class Played:
     slots: dict[int, object] = field(default_factory=dict)
     passes: list[list[MicroBatchPlan]] = field(default_factory=list)
 
-    def drive(self, generations: Sequence[RunningSequence], *, most: int = 1 << 30) -> None:
+    def drive(self, generations: Sequence[RunningSequence], *, maximum: int = 1 << 30) -> None:
         self.batcher.add(generations)
         in_flight: list[MicroBatchPlan] = []
-        while (self.batcher.busy or in_flight) and len(self.passes) < most:
+        while (self.batcher.busy or in_flight) and len(self.passes) < maximum:
             loads: list[MicroBatchPlan] = []
             if self.batcher.busy:
                 loads = self.batcher.next_pass()
@@ -77,19 +77,19 @@ class Played:
 
     def compute(self, loads: list[MicroBatchPlan]) -> None:
         """Each piece reads all before it: of its own sequence, or written by an earlier pass."""
-        before, mine = dict(self.slots), dict[tuple[int, int], object]()
+        before, selected = dict(self.slots), dict[tuple[int, int], object]()
         for load in loads:
             for chunk in load.chunks:
                 owner = chunk.sequence
-                for place in range(chunk.start):
-                    slot = self.slot(chunk, place)
-                    assert mine.get((id(owner), slot), before.get(slot)) == written(owner, place)
-                for place in range(chunk.start, chunk.start + chunk.count):
-                    slot = self.slot(chunk, place)
-                    self.slots[slot] = mine[id(owner), slot] = written(owner, place)
+                for position in range(chunk.start):
+                    slot = self.slot(chunk, position)
+                    assert selected.get((id(owner), slot), before.get(slot)) == written(owner, position)
+                for position in range(chunk.start, chunk.start + chunk.count):
+                    slot = self.slot(chunk, position)
+                    self.slots[slot] = selected[id(owner), slot] = written(owner, position)
 
-    def slot(self, chunk: SequenceChunk, place: int) -> int:
-        return chunk.sequence.blocks[place // BLOCK] * BLOCK + place % BLOCK
+    def slot(self, chunk: SequenceChunk, position: int) -> int:
+        return chunk.sequence.blocks[position // BLOCK] * BLOCK + position % BLOCK
 
     def arrive(self, loads: list[MicroBatchPlan]) -> None:
         for load in loads:
@@ -103,7 +103,7 @@ class Played:
                     self.batcher.retire(owner)
 
     def check_blocks(self) -> None:
-        held = {block for each in self.batcher.running for block in each.blocks}
+        held = {block for item in self.batcher.running for block in item.blocks}
         assert self.pool.free == self.pool.blocks - len(held), "a block is free when the last one gave it back"
 
     @property
@@ -112,10 +112,10 @@ class Played:
         return sum(p.count for loads in self.passes for load in loads for p in load.chunks if not p.decodes)
 
 
-def written(owner: RunningSequence, place: int) -> object:
+def written(owner: RunningSequence, position: int) -> object:
     """What the cache holds of a token: it depends on all before it."""
     prompt = owner.request.token_ids
-    return prompt[: place + 1] if place < len(prompt) else (owner.request.index, place)
+    return prompt[: position + 1] if position < len(prompt) else (owner.request.index, position)
 
 
 def played(policy: Policy, *, blocks: int, random: Random, device_blocks: int = 0, discrete: bool = False) -> Played:
@@ -150,12 +150,12 @@ def test_nobody_reads_what_no_earlier_pass_has_written(seed: int) -> None:
         for n, prompt in enumerate(prompts)
     ]
     run.drive(generations)
-    assert all(each.finished for each in generations)
-    assert all(each.cached < len(each.request.token_ids) for each in generations)
-    for each in generations:
-        if each.request.sampling.prompt_logprobs is not None:
-            assert each.cached < each.request.scored_from
-    assert run.rows + sum(each.cached for each in generations) == sum(map(len, prompts))
+    assert all(generation.finished for generation in generations)
+    assert all(generation.cached < len(generation.request.token_ids) for generation in generations)
+    for item in generations:
+        if item.request.sampling.prompt_logprobs is not None:
+            assert item.cached < item.request.scored_from
+    assert run.rows + sum(generation.cached for generation in generations) == sum(map(len, prompts))
     assert sorted(run.pool.take(blocks)) == list(range(blocks))
 
 
@@ -172,7 +172,7 @@ def test_rows_with_one_system_prompt_wait_until_the_first_has_computed_it() -> N
     first, second = ({id(p.sequence) for load in loads for p in load.chunks} for loads in run.passes[:2])
     assert first == {id(generations[0])}
     assert len(second) == 64
-    assert [each.cached for each in generations] == [0] + [96] * 63
+    assert [generation.cached for generation in generations] == [0] + [96] * 63
     assert run.rows == 101 + 63 * 5
     assert run.batcher.admitted.cached_tokens == 63 * 96
     assert run.pool.free == run.pool.blocks
@@ -181,7 +181,7 @@ def test_rows_with_one_system_prompt_wait_until_the_first_has_computed_it() -> N
 def test_others_are_not_held_up_by_those_who_wait() -> None:
     """Two rows of each of ten prompts: the first of each rides at once."""
     run = small(20)
-    run.drive([generation(n, (n // 2,) * 50, 3) for n in range(20)], most=2)
+    run.drive([generation(n, (n // 2,) * 50, 3) for n in range(20)], maximum=2)
     first, second = ({p.sequence.request.index for load in loads for p in load.chunks} for loads in run.passes)
     assert first == set(range(0, 20, 2))
     assert second == set(range(20))
@@ -212,7 +212,7 @@ def test_rows_of_which_each_goes_on_where_the_last_one_ends_do_not_queue() -> No
     generations = [generation(n, turns[: n * BLOCK + 1], 1) for n in range(1, 13)]
     run.drive(generations)
     assert len(run.passes) == 1 + MOST_WAITS
-    assert max(each.cached for each in generations) == MOST_WAITS * BLOCK
+    assert max(generation.cached for generation in generations) == MOST_WAITS * BLOCK
 
 
 def test_nobody_waits_for_the_head_of_a_template() -> None:
@@ -220,7 +220,7 @@ def test_nobody_waits_for_the_head_of_a_template() -> None:
     run = small(8)
     generations = [generation(n, tuple(range(BLOCK)) + (100 + n,) * 80, 1) for n in range(20)]
     run.drive(generations)
-    assert [each.cached for each in generations] == [0] * 8 + [BLOCK] * 12
+    assert [generation.cached for generation in generations] == [0] * 8 + [BLOCK] * 12
     assert len(run.passes) == 3
 
 
@@ -228,20 +228,20 @@ def test_what_was_computed_is_found_in_a_later_run_until_its_blocks_are_needed()
     run = small(4, blocks=10)
     prompt = tuple(range(70))
     for cached in (0, 64):
-        (again,) = mine = [generation(0, prompt, 3)]
-        run.drive(mine)
+        (again,) = selected = [generation(0, prompt, 3)]
+        run.drive(selected)
         assert again.cached == cached
     other = [generation(1, tuple(range(200, 240)), 60)]
     run.drive(other)
-    (again,) = mine = [generation(2, prompt, 3)]
-    run.drive(mine)
+    (again,) = selected = [generation(2, prompt, 3)]
+    run.drive(selected)
     assert 0 < again.cached < 64, "seven blocks were taken of the last of ten"
 
 
 def test_a_run_that_is_closed_leaves_what_was_computed_and_promises_nothing() -> None:
     run = small(8, blocks=60)
     generations = [generation(n, (*range(300), n), 3) for n in range(5)]
-    run.drive(generations, most=1)
+    run.drive(generations, maximum=1)
     run.batcher.next_pass()
     run.batcher.clear()
     assert run.pool.free == 60
@@ -268,8 +268,8 @@ def test_across_a_link_a_short_beginning_is_not_worth_it() -> None:
     for prompt, discrete, cached in ((60, True, 0), (30, True, 16), (60, False, 16)):
         run = small(4, discrete=discrete)
         run.drive([generation(0, tuple(range(17)), 1)])
-        run.drive(mine := [generation(1, tuple(range(17)) + (99,) * (prompt - 17), 1)])
-        assert mine[0].cached == cached
+        run.drive(selected := [generation(1, tuple(range(17)) + (99,) * (prompt - 17), 1)])
+        assert selected[0].cached == cached
 
 
 def test_keys_depend_on_every_token_before() -> None:
@@ -281,7 +281,7 @@ def test_keys_depend_on_every_token_before() -> None:
 
 
 def answers(completions: Sequence[Completion]) -> list[tuple[int, tuple[int, ...], str]]:
-    return sorted((each.index, each.token_ids, each.finish_reason) for each in completions)
+    return sorted((completion.index, completion.token_ids, completion.finish_reason) for completion in completions)
 
 
 HOW = {"batch_size": 6, "micro_batch_size": 4, "micro_batch_tokens": 48, "kv_tokens": 8 * 160, "kv_block_size": BLOCK}
@@ -311,10 +311,10 @@ def wanted(tiny: Tiny) -> Wanted:
     def find(family: str) -> tuple[Path, list[Any]]:
         model = tiny(family, **MODELS[family])
         with Engine(Policy(model=str(model), **HOW), device="cpu", prefix_caching=False) as engine:
-            found = engine.generate(PROMPTS, SAMPLING)
-            assert {each.cached_tokens for each in found} == {0}
+            result = engine.generate(PROMPTS, SAMPLING)
+            assert {item.cached_tokens for item in result} == {0}
             assert engine.stats.counts["prefix_cache_hits"] == 0
-        return model, answers(found)
+        return model, answers(result)
 
     return find
 
@@ -331,9 +331,9 @@ def test_tokens_are_those_of_whole_prompts(wanted: Wanted, devices: str) -> None
     with opened(model, devices) as engine:
         hits = []
         for _ in range(2):
-            found = engine.generate(PROMPTS, SAMPLING)
-            assert answers(found) == expected
-            hits.append(sum(each.cached_tokens for each in found))
+            result = engine.generate(PROMPTS, SAMPLING)
+            assert answers(result) == expected
+            hits.append(sum(item.cached_tokens for item in result))
             check_free(engine)
         counts = engine.stats.counts
     assert hits[0] > sum(map(len, PROMPTS)) / 8
@@ -381,12 +381,12 @@ def test_samples_of_one_prompt_share_its_blocks(wanted: Wanted) -> None:
         Request(index=0, token_ids=prompt, sampling=how),
         *(Request(index=n, token_ids=prompt, sampling=scored, scored_from=first) for n, first in enumerate((1, 20), 1)),
     ]
-    found = []
+    result = []
     for caching in (False, True):
         with Engine(Policy(model=str(model), **HOW), device="cpu", prefix_caching=caching) as engine:
-            found.append(sorted(engine.run(requests), key=lambda each: (each.index, each.sample)))
-    whole, shared = found
-    assert [(each.token_ids, each.prompt_logprobs) for each in shared] == [
-        (each.token_ids, each.prompt_logprobs) for each in whole
+            result.append(sorted(engine.run(requests), key=lambda item: (item.index, item.sample)))
+    full, shared = result
+    assert [(item.token_ids, item.prompt_logprobs) for item in shared] == [
+        (item.token_ids, item.prompt_logprobs) for item in full
     ]
-    assert [each.cached_tokens for each in shared] == [0, 48, 48, 0, 16]
+    assert [item.cached_tokens for item in shared] == [0, 48, 48, 0, 16]

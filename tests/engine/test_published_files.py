@@ -48,7 +48,7 @@ def edit(directory: Path, change: Callable[[dict[str, Tensor]], object], **confi
 
 
 def reasons(directory: Path) -> dict[str, str]:
-    return {each.info.name: each.reason for each in open_model(str(directory)).ignored}
+    return {item.info.name: item.reason for item in open_model(str(directory)).ignored}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def prediction_layer(tensors: dict[str, Tensor], layer: int) -> set[str]:
 @pytest.mark.parametrize("layer", [61, 2])
 def test_prediction_layers_are_not_read_at_any_depth(layer: int, deepseek: tuple[Path, Path], tmp_path: Path) -> None:
     """Of DeepSeek-V3 and R1, and of a pruned one."""
-    quantised, numbers = deepseek
+    quantised, values = deepseek
     layers = json.loads((quantised / "config.json").read_text())["num_hidden_layers"]
     copy = replaced(quantised, tmp_path)
     added: set[str] = set()
@@ -84,7 +84,7 @@ def test_prediction_layers_are_not_read_at_any_depth(layer: int, deepseek: tuple
     assert set(reasons(copy)) == added
     assert all("multi-token prediction" in reason for reason in reasons(copy).values())
     if layer == 61:
-        assert tokens(copy, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+        assert tokens(copy, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 def replaced(source: Path, target: Path) -> Path:
@@ -108,10 +108,10 @@ def plain_matrix(source: Path) -> Callable[[dict[str, Tensor]], object]:
 
 
 def test_a_matrix_without_a_scale_is_plain(mixtral: Path, tmp_path: Path) -> None:
-    quantised, numbers = quantise(mixtral, tmp_path, FP8)
-    for directory in (quantised, numbers):
+    quantised, values = quantise(mixtral, tmp_path, FP8)
+    for directory in (quantised, values):
         edit(directory, plain_matrix(mixtral))
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 def test_fp8_codes_without_their_scale_are_refused(mixtral: Path, tmp_path: Path) -> None:
@@ -128,21 +128,21 @@ def test_scales_of_activations_and_cache_are_not_read(
     method = METHODS["fp8 channels"]
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     announced: Method = replace(method, config=method.config | {"kv_cache_scheme": scheme})
-    quantised, numbers = quantise(mixtral, tmp_path, announced)
+    quantised, values = quantise(mixtral, tmp_path, announced)
     block = "model.layers.0.self_attn"
     names = [f"{block}.k_scale", f"{block}.v_scale", f"{block}.q_proj.input_scale"]
     edit(quantised, lambda state: state.update({name: torch.ones(1) for name in names}))
-    found = tokens(quantised, weights=STREAMED)
+    result = tokens(quantised, weights=STREAMED)
     assert "'model.layers.0.self_attn.k_scale' and 2 more scales are not used" in caplog.text
-    assert found == tokens(numbers, weights=STREAMED)
+    assert result == tokens(values, weights=STREAMED)
     assert {name: reason.split(";")[0] for name, reason in reasons(quantised).items()} == {
         names[0]: "a scale of a quantised key-value cache",
         names[1]: "a scale of a quantised key-value cache",
         names[2]: "a scale of quantised activations",
     }
-    edit(numbers, lambda state: state.update({names[0]: torch.ones(1)}))
+    edit(values, lambda state: state.update({names[0]: torch.ones(1)}))
     with pytest.raises(CheckpointError, match=r"k_scale' \[1\] has no place"):
-        open_model(str(numbers))
+        open_model(str(values))
 
 
 GATED = ("gate", "up")
@@ -155,8 +155,8 @@ def one_by_one(tensors: dict[str, Tensor], stack: str, into: str, *, transposed:
     for layer in range(8):
         for matrix, names in (("gate_up", GATED), ("down", ("down",))):
             for kind, suffix in (("weight", ""), ("bias", "_bias")):
-                whole = tensors.pop(stack.format(layer=layer, matrix=matrix) + suffix, None)
-                for expert, one in enumerate(() if whole is None else whole):
+                full = tensors.pop(stack.format(layer=layer, matrix=matrix) + suffix, None)
+                for expert, one in enumerate(() if full is None else full):
                     upright = one.T if transposed and kind == "weight" else one
                     parts = [upright[0::2], upright[1::2]] if interleaved else upright.chunk(2)
                     for name, part in zip(names, parts if len(names) > 1 else [upright], strict=True):
@@ -168,8 +168,8 @@ def granite(tensors: dict[str, Tensor]) -> None:
     """As tools that quantise write it: the hub has stacks ``input_linear`` and ``output_linear``."""
     for layer in range(8):
         for old, matrix in (("input_linear", "gate_up"), ("output_linear", "down")):
-            if (whole := tensors.pop(f"model.layers.{layer}.block_sparse_moe.{old}.weight", None)) is not None:
-                tensors[f"{layer}.{matrix}"] = whole
+            if (full := tensors.pop(f"model.layers.{layer}.block_sparse_moe.{old}.weight", None)) is not None:
+                tensors[f"{layer}.{matrix}"] = full
     one_by_one(tensors, "{layer}.{matrix}", GRANITE, transposed=False, interleaved=False)
 
 
@@ -192,19 +192,19 @@ def test_quantised_experts_one_by_one(checkpoints: Any, tmp_path: Path) -> None:
     loose = edit(replaced(checkpoints("granitemoe")[0], tmp_path), granite)
     method = METHODS["int4"]
     method = replace(method, config=method.config | {"ignore": ["lm_head", "re:.*router.*", "re:.*self_attn.*"]})
-    quantised, numbers = quantise(loose, tmp_path, method)
+    quantised, values = quantise(loose, tmp_path, method)
     assert open_model(str(quantised)).weight_map.quantized is not None
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
-    edit(numbers, lambda state: state.pop(f"{GRANITE.format(layer=0)}.2.up_proj.weight"))
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
+    edit(values, lambda state: state.pop(f"{GRANITE.format(layer=0)}.2.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"model.layers.0: the up of expert 2 is missing, though"):
-        open_model(str(numbers))
+        open_model(str(values))
 
 
 @pytest.mark.parametrize("rules", [{}, {"dynamic": {"-:.*mtp.*": {}}}], ids=["unsaid", "in dynamic"])
 def test_gptq_beside_plain_prediction_layers(rules: dict[str, Any], checkpoints: Any, tmp_path: Path) -> None:
     """Qwen3.5's, listed or not; and matrices of the linear attention whose rows do not fit the format are plain."""
     how = METHODS["gptq int4"]
-    quantised, numbers = quantise(checkpoints("qwen3_5_moe_text")[0], tmp_path, replace(how, config=how.config | rules))
+    quantised, values = quantise(checkpoints("qwen3_5_moe_text")[0], tmp_path, replace(how, config=how.config | rules))
     hidden = load_file(quantised / WEIGHTS)["model.norm.weight"].shape[0]
     extra = {
         "mtp.fc.weight": torch.zeros(hidden, 2 * hidden),
@@ -214,7 +214,7 @@ def test_gptq_beside_plain_prediction_layers(rules: dict[str, Any], checkpoints:
     edit(quantised, lambda state: state.update(extra))
     assert "model.layers.0.linear_attn.in_proj_b.weight" in load_file(quantised / WEIGHTS)
     assert set(reasons(quantised)) == set(extra)
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 def test_a_matrix_that_does_not_fit_the_format_and_has_codes_is_refused(checkpoints: Any, tmp_path: Path) -> None:
@@ -239,9 +239,9 @@ def test_codes_that_are_missing_beside_scales_are_named(method: str, codes: str,
     edit(quantised, lambda state: [state.pop(name) for name in names])
     with pytest.raises(CheckpointError) as caught:
         open_model(str(quantised))
-    said = str(caught.value)
-    assert f"tensor '{names[0]}' is missing, though '{names[0].removesuffix(codes)}" in said
-    assert "as are the codes of 1 more matrix" in said and "fetch the whole checkpoint" in said
+    message = str(caught.value)
+    assert f"tensor '{names[0]}' is missing, though '{names[0].removesuffix(codes)}" in message
+    assert "as are the codes of 1 more matrix" in message and "fetch the whole checkpoint" in message
 
 
 FOUR = METHODS["int4"].config["config_groups"]["group_0"]["weights"]
@@ -300,23 +300,23 @@ def test_groups_by_regular_expressions(
     method: Method, others: Callable[[Tensor], dict[str, Tensor]], mixtral: Path, tmp_path: Path
 ) -> None:
     four = re.compile(method.config["config_groups"]["group_0"]["targets"][0].removeprefix("re:"))
-    quantised, numbers = quantise(
+    quantised, values = quantise(
         mixtral, tmp_path, method, lambda module: method.pack if four.fullmatch(module) else others
     )
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 def test_names_of_fused_modules_in_ignore_mean_no_other_module(mixtral: Path, tmp_path: Path) -> None:
     """As vLLM's own exports list them."""
     fused = ["model.layers.0.self_attn.qkv_proj", "model.layers.0.block_sparse_moe.experts.w13", "re:.*gate_up_proj$"]
     how = METHODS["int4"]
-    quantised, numbers = quantise(
+    quantised, values = quantise(
         mixtral, tmp_path, replace(how, config=how.config | {"ignore": [*how.config["ignore"], *fused]})
     )
     stored = load_file(quantised / WEIGHTS)
     for module in ("self_attn.q_proj", "block_sparse_moe.experts.0.w1"):
         assert f"model.layers.0.{module}.weight_packed" in stored
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 def renamed(block: str) -> Callable[[dict[str, Tensor]], None]:
@@ -345,12 +345,12 @@ def test_mixtral_under_the_names_of_today(
 ) -> None:
     """gptqmodel 7.7 and llm-compressor 0.14: in either spelling, and rules under the other one."""
     how = METHODS[method]
-    quantised, numbers = quantise(mixtral, tmp_path, replace(how, config=how.config | rules))
+    quantised, values = quantise(mixtral, tmp_path, replace(how, config=how.config | rules))
     edit(quantised, renamed(block))
     names = set(load_file(quantised / WEIGHTS))
     assert f"model.layers.0.{block}.experts.0.down_proj.weight" in names
     assert f"model.layers.0.{block}.experts.1.down_proj.weight" not in names
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
@@ -358,7 +358,7 @@ def test_plain_tensors_say_the_dtype_where_the_config_does_not(source: str, tiny
     """auto-round's exports in GPTQ and AWQ say float16 over the tensors of a bfloat16 or float32 model; scales may be
     of two dtypes."""
     plain = tiny("mixtral", intermediate_size=96, dtype=source, **SHAPE)
-    quantised, numbers = quantise(plain, tmp_path, METHODS["awq"])
+    quantised, values = quantise(plain, tmp_path, METHODS["awq"])
 
     def widen(tensors: dict[str, Tensor]) -> None:
         scales = [name for name in tensors if name.endswith(".scales") and "self_attn" in name]
@@ -367,7 +367,7 @@ def test_plain_tensors_say_the_dtype_where_the_config_does_not(source: str, tiny
     edit(quantised, widen, dtype="float16", torch_dtype="float16")
     opened = open_model(str(quantised))
     assert opened.weight_map.dtype.name == opened.profile.dtype == source
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 def test_a_norm_of_another_dtype_is_cast(mixtral: Path, tmp_path: Path) -> None:
@@ -384,28 +384,28 @@ def fp8_blocks(weight: Tensor, block: int, wide: int = 0) -> tuple[Tensor, Tenso
     wide = wide or block
     rows, columns = -(-weight.shape[0] // block), -(-weight.shape[1] // wide)
     scale = torch.empty(rows, columns)
-    codes, numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    codes, values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
     for row in range(rows):
         for column in range(columns):
-            place = slice(row * block, (row + 1) * block), slice(column * wide, (column + 1) * wide)
-            scale[row, column] = weight[place].abs().max() / 448
-            codes[place] = (weight[place] / scale[row, column]).to(torch.float8_e4m3fn)
-            numbers[place] = codes[place].float() * scale[row, column]
-    return codes, scale, numbers
+            position = slice(row * block, (row + 1) * block), slice(column * wide, (column + 1) * wide)
+            scale[row, column] = weight[position].abs().max() / 448
+            codes[position] = (weight[position] / scale[row, column]).to(torch.float8_e4m3fn)
+            values[position] = codes[position].float() * scale[row, column]
+    return codes, scale, values
 
 
 def test_blocks_of_two_sizes_that_are_cut_short(tiny: Tiny, tmp_path: Path) -> None:
     """24x40 over matrices of 64 rows and 56 columns."""
     source = tiny("mixtral", intermediate_size=56, **SHAPE)
-    quantised, numbers = replaced(source, tmp_path / "quantised"), replaced(source, tmp_path / "numbers")
+    quantised, values = replaced(source, tmp_path / "quantised"), replaced(source, tmp_path / "numbers")
     stored = load_file(source / WEIGHTS)
     wanted = dict(stored)
     for name in [name for name in stored if "_proj.weight" in name or ".experts." in name]:
         stored[name], stored[f"{name}_scale_inv"], wanted[name] = fp8_blocks(stored[name], 24, 40)
     fp8 = {"quant_method": "fp8", "weight_block_size": [24, 40], "modules_to_not_convert": ["gate"]}
     edit(quantised, lambda state: state.update(stored), quantization_config=fp8)
-    edit(numbers, lambda state: state.update(wanted))
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    edit(values, lambda state: state.update(wanted))
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 BLOCK = 16
@@ -419,20 +419,20 @@ STACKS = {
 def test_a_stack_of_experts_in_fp8_blocks(tiny: Tiny, tmp_path: Path) -> None:
     """40 rows of the gate: a block of 16 holds rows of gate and up, and the last block of an expert is cut short."""
     fused = tiny("qwen3_moe", moe_intermediate_size=40, fused=True, **SHAPE)
-    quantised, numbers = replaced(fused, tmp_path / "quantised"), replaced(fused, tmp_path / "numbers")
+    quantised, values = replaced(fused, tmp_path / "quantised"), replaced(fused, tmp_path / "numbers")
     stored = load_file(fused / WEIGHTS)
     wanted = dict(stored)
     for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        parts = [fp8_blocks(each.float(), BLOCK) for each in stored[name]]
+        parts = [fp8_blocks(item.float(), BLOCK) for item in stored[name]]
         stored[name] = torch.stack([codes for codes, _, _ in parts])
         stored[f"{name}_scale_inv"] = torch.stack([scale for _, scale, _ in parts])
-        wanted[name] = torch.stack([each for _, _, each in parts])
+        wanted[name] = torch.stack([part for _, _, part in parts])
     edit(quantised, lambda state: state.update(stored), quantization_config=STACKS)
-    edit(numbers, lambda state: state.update(wanted))
+    edit(values, lambda state: state.update(wanted))
     opened = open_model(str(quantised))
     assert opened.weight_map.quantized is not None
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
-    assert tokens(quantised, weights=Shares(host=1.0)) == tokens(numbers, weights=Shares(host=1.0))
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
+    assert tokens(quantised, weights=Shares(host=1.0)) == tokens(values, weights=Shares(host=1.0))
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -443,7 +443,7 @@ def test_deepseek_v4_with_experts_in_fp4(checkpoints: Any, tmp_path: Path) -> No
     """As released: `.weight` int8 [rows, columns / 2], two numbers a byte, the lower bits first, and `.scale` E8M0 for
     each 32 columns; other matrices FP8 with `.scale` for each block."""
     source, _ = checkpoints("deepseek_v4")
-    quantised, numbers = replaced(source, tmp_path / "quantised"), replaced(source, tmp_path / "numbers")
+    quantised, values = replaced(source, tmp_path / "quantised"), replaced(source, tmp_path / "numbers")
     state, draw = load_file(source / WEIGHTS), torch.Generator().manual_seed(3)
     stored, wanted = dict(state), dict(state)
     for name in [name for name in state if ".ffn.experts." in name]:
@@ -464,9 +464,9 @@ def test_deepseek_v4_with_experts_in_fp4(checkpoints: Any, tmp_path: Path) -> No
     wanted[dense] = stored[dense].float() * power[0, 0]
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
     edit(quantised, lambda tensors: tensors.update(stored), quantization_config=fp8, expert_dtype="fp4")
-    edit(numbers, lambda tensors: tensors.update(wanted))
+    edit(values, lambda tensors: tensors.update(wanted))
     assert open_model(str(quantised)).weight_map.quantized is not None
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 @pytest.fixture(scope="module")
@@ -497,10 +497,10 @@ def by_columns(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[lis
         parts = [fp8_blocks(expert.t(), BLOCK) for expert in stored[name]]
         stored[name], stored[f"{name}_scale_inv"], wanted[name] = map(torch.stack, zip(*parts, strict=True))
     fp8 = STACKS | {"modules_to_not_convert": ["self_attn", "visual", "lm_head"]}
-    quantised, numbers = replaced(source, made / "quantised"), replaced(source, made / "numbers")
+    quantised, values = replaced(source, made / "quantised"), replaced(source, made / "numbers")
     edit(quantised, lambda state: state.update(stored), quantization_config=fp8)
-    edit(numbers, lambda state: state.update(wanted))
-    module = AutoModelForImageTextToText.from_pretrained(numbers, attn_implementation="eager", dtype=torch.float32)
+    edit(values, lambda state: state.update(wanted))
+    module = AutoModelForImageTextToText.from_pretrained(values, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         return quantised, [greedy(module.eval(), prompt) for prompt in prompts()]
 
@@ -514,9 +514,9 @@ def test_a_stack_by_columns_in_fp8_blocks(weights: Shares, by_columns: tuple[Pat
 
 
 def test_a_stack_by_columns_in_floats(by_columns: tuple[Path, list[list[int]]]) -> None:
-    numbers = by_columns[0].parent.parent / "numbers" / "copy"
-    assert open_model(str(numbers)).weight_map.quantized is None
-    assert tokens(numbers, weights=STREAMED) == by_columns[1]
+    values = by_columns[0].parent.parent / "numbers" / "copy"
+    assert open_model(str(values)).weight_map.quantized is None
+    assert tokens(values, weights=STREAMED) == by_columns[1]
 
 
 def test_a_stack_by_columns_without_the_extension(
@@ -531,11 +531,11 @@ def test_parts_of_pages_by_columns_are_cut_from_the_whole(by_columns: tuple[Path
     quantized = opened.weight_map.quantized
     assert quantized is not None
     with PageReader(opened.weight_map, opened.profile, torch.float32) as reader:
-        whole, part = (torch.zeros(quantized.bytes_of(page), dtype=torch.uint8) for _ in range(2))
-        reader.start(page, whole)
+        full, part = (torch.zeros(quantized.bytes_of(page), dtype=torch.uint8) for _ in range(2))
+        reader.start(page, full)
         for begin in range(0, len(part), 1040):
             reader.start(page, part[begin : begin + 1040], begin)
-    assert torch.equal(whole, part)
+    assert torch.equal(full, part)
 
 
 def test_a_stack_by_columns_with_a_scale_for_each_row_is_refused(

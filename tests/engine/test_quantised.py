@@ -56,8 +56,8 @@ def mixtral(tiny: Tiny) -> Path:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_tokens_are_those_of_the_numbers(name: str, mixtral: Path, tmp_path: Path) -> None:
-    quantised, numbers = quantise(mixtral, tmp_path, METHODS[name])
-    opened, wanted = open_model(str(quantised)), tokens(numbers, weights=RESIDENT)
+    quantised, values = quantise(mixtral, tmp_path, METHODS[name])
+    opened, wanted = open_model(str(quantised)), tokens(values, weights=RESIDENT)
     assert opened.weight_map.quantized is not None
     stored = sum(info.nbytes for info in next(iter(opened.weight_map.pages.values())))
     assert opened.weight_map.quantized.nbytes == opened.profile.stored.page_bytes >= stored  # type: ignore[union-attr]
@@ -74,19 +74,19 @@ def test_the_dtype_that_is_asked_for_is_that_of_the_computation(name: str, tiny:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
     save_file({key: tensor.float() for key, tensor in load_file(weights).items()}, weights, {"format": "pt"})
     quantised, _ = quantise(source, tmp_path / "narrow", METHODS[name])
-    _, numbers = quantise(wide, tmp_path / "exact", METHODS[name])
+    _, values = quantise(wide, tmp_path / "exact", METHODS[name])
     answers = []
-    for model in (quantised, numbers):
+    for model in (quantised, values):
         with Engine.from_pretrained(model, dtype="float32", device="cpu", batch_size=4) as engine:
-            answers.append([each.token_ids for each in engine.generate(prompts(), HOW)])
+            answers.append([item.token_ids for item in engine.generate(prompts(), HOW)])
     assert answers[0] == answers[1]
 
 
 def scores(directory: Path, **policy: Any) -> list[Any]:
     """Tokens and the log-probabilities of all of the vocabulary."""
     with Engine(Policy(model=str(directory), **{**SIZES, **policy}), device="cpu") as engine:
-        found = engine.generate(prompts(), replace(HOW, logprobs=-1))
-    return [(each.token_ids, each.logprobs) for each in found]
+        result = engine.generate(prompts(), replace(HOW, logprobs=-1))
+    return [(item.token_ids, item.logprobs) for item in result]
 
 
 @pytest.mark.skipif(not native.available(), reason="the extension is not built")
@@ -104,9 +104,9 @@ def test_pages_of_columns_are_those_of_rows_once_they_are_there(
     repacked = QuantizedPages.repacked
     monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: turned.append(repacked(pages)) or turned[-1])
     assert scores(by_columns, **how) == wanted
-    assert {place.stored.key for kind in turned[0].layouts for _, place in kind if isinstance(place, Matrix)} == {
-        "packed"
-    }
+    assert {
+        position.stored.key for kind in turned[0].layouts for _, position in kind if isinstance(position, Matrix)
+    } == {"packed"}
     assert scores(by_columns, **{**how, "weights": STREAMED}) == wanted
     assert scores(by_columns, **{**how, "weights": Shares(host=0.4, disk=0.6), "residents": "learned"}) == wanted
     monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: pages)
@@ -114,7 +114,7 @@ def test_pages_of_columns_are_those_of_rows_once_they_are_there(
 
 
 def test_a_config_that_denies_an_order_is_refused_by_tensor(mixtral: Path, tmp_path: Path) -> None:
-    quantised, numbers = quantise(mixtral, tmp_path, METHODS["gptq int4 ordered"])
+    quantised, values = quantise(mixtral, tmp_path, METHODS["gptq int4 ordered"])
     path = quantised / "config.json"
     path.write_text(path.read_text().replace('"desc_act": true', '"desc_act": false'))
     if native.available():
@@ -122,26 +122,26 @@ def test_a_config_that_denies_an_order_is_refused_by_tensor(mixtral: Path, tmp_p
             with pytest.raises(CheckpointError, match=r"w1.g_idx.*not in the order .* says desc_act false"):
                 tokens(quantised, weights=homes)
     beside = {"schedule": "serial", "attention_device": "cpu", "ffn_device": "gpu", "weights": Shares(device=1.0)}
-    assert tokens(quantised, "twin", **beside) == tokens(numbers, "twin", **beside)
+    assert tokens(quantised, "twin", **beside) == tokens(values, "twin", **beside)
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_both_processors_read_turned_pages(name: str, mixtral: Path, tmp_path: Path) -> None:
-    quantised, numbers = quantise(mixtral, tmp_path, METHODS[name])
+    quantised, values = quantise(mixtral, tmp_path, METHODS[name])
     for schedule, attention, experts, homes in (
         ("cgopipe", "cpu", "split", Shares(device=0.3, host=0.7)),
         ("serial", "gpu", "cpu", Shares(host=0.5, disk=0.5)),
     ):
         how = {"schedule": schedule, "attention_device": attention, "ffn_device": experts, "weights": homes}
-        assert tokens(quantised, "twin", **how) == tokens(numbers, "twin", **how)
+        assert tokens(quantised, "twin", **how) == tokens(values, "twin", **how)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_tokens_are_the_same_in_every_order_beside_a_device(order: Any, mixtral: Path, tmp_path: Path) -> None:
     schedule, attention, experts, homes = order
-    quantised, numbers = quantise(mixtral, tmp_path, METHODS["gptq int4 ordered"])
+    quantised, values = quantise(mixtral, tmp_path, METHODS["gptq int4 ordered"])
     how = {"schedule": schedule, "attention_device": attention, "ffn_device": experts, "weights": homes}
-    assert tokens(quantised, "twin", **how) == tokens(numbers, "twin", **how)
+    assert tokens(quantised, "twin", **how) == tokens(values, "twin", **how)
 
 
 def but_attention(name: str) -> Method:
@@ -151,37 +151,37 @@ def but_attention(name: str) -> Method:
 @pytest.mark.parametrize("name", BUT_ATTENTION)
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
 def test_a_graph_runs_from_quantised_pages(family: str, name: str, checkpoints: Any, tmp_path: Path) -> None:
-    quantised, numbers = quantise(checkpoints(family)[0], tmp_path, but_attention(name))
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    quantised, values = quantise(checkpoints(family)[0], tmp_path, but_attention(name))
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 def test_stacks_of_gpt_oss_run_as_they_are_released(checkpoints: Any, tmp_path: Path) -> None:
     """MXFP4, gate and up interleaved, biases beside them."""
-    quantised, numbers = quantise_stacks(checkpoints("gpt_oss")[0], tmp_path)
-    wanted = tokens(numbers, weights=STREAMED)
+    quantised, values = quantise_stacks(checkpoints("gpt_oss")[0], tmp_path)
+    wanted = tokens(values, weights=STREAMED)
     assert tokens(quantised, weights=STREAMED) == wanted
     how = {"schedule": "cgopipe", "attention_device": "cpu", "ffn_device": "gpu", "weights": STREAMED}
-    assert tokens(quantised, "twin", **how) == tokens(numbers, "twin", **how)
+    assert tokens(quantised, "twin", **how) == tokens(values, "twin", **how)
 
 
 def test_layers_may_be_stored_in_different_formats(mixtral: Path, tmp_path: Path) -> None:
     """The experts of the last layer are not quantised, so its pages are larger."""
-    quantised, numbers = quantise(mixtral, tmp_path, MIXED)
+    quantised, values = quantise(mixtral, tmp_path, MIXED)
     assert len(open_model(str(quantised)).weight_map.quantized.layouts) == 2  # type: ignore[union-attr]
     for homes in (RESIDENT, STREAMED):
-        assert tokens(quantised, weights=homes) == tokens(numbers, weights=homes)
+        assert tokens(quantised, weights=homes) == tokens(values, weights=homes)
 
 
 @pytest.fixture
 def by_use(mixtral: Path, tmp_path: Path) -> Pair:
     """Two experts of three, of different layers, are not quantised."""
-    kept = ["re:.*\\.0\\..*experts\\.(?:0|2)\\.", "re:.*\\.2\\..*experts\\.(?:1)\\."]
+    retained = ["re:.*\\.0\\..*experts\\.(?:0|2)\\.", "re:.*\\.2\\..*experts\\.(?:1)\\."]
     method = METHODS["int4"]
-    return quantise(mixtral, tmp_path, replace(method, config=method.config | {"ignore": [*IGNORED, *kept]}))
+    return quantise(mixtral, tmp_path, replace(method, config=method.config | {"ignore": [*IGNORED, *retained]}))
 
 
 def test_experts_of_a_layer_may_be_stored_in_different_formats(by_use: Pair) -> None:
-    quantised, numbers = by_use
+    quantised, values = by_use
     opened = open_model(str(quantised))
     pages, stored = opened.weight_map.quantized, opened.profile.stored
     assert pages is not None and stored is not None and len(pages.layouts) == 2
@@ -189,7 +189,7 @@ def test_experts_of_a_layer_may_be_stored_in_different_formats(by_use: Pair) -> 
     assert sorted(set(sizes)) == sorted(pages.sizes) and sizes.count(max(sizes)) == 3
     assert (stored.page_bytes, stored.total_bytes) == (max(sizes), sum(sizes))
     for homes in (RESIDENT, STREAMED, Shares(host=0.4, disk=0.6)):
-        assert tokens(quantised, weights=homes) == tokens(numbers, weights=homes)
+        assert tokens(quantised, weights=homes) == tokens(values, weights=homes)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -202,9 +202,9 @@ def test_experts_of_different_formats_in_every_order_beside_a_device(order: Any,
 def test_dense_matrices_alone_may_be_quantised(mixtral: Path, tmp_path: Path) -> None:
     method = METHODS["fp8 blocks"]
     dense = replace(method, config=method.config | {"modules_to_not_convert": ["block_sparse_moe"]})
-    quantised, numbers = quantise(mixtral, tmp_path, dense)
+    quantised, values = quantise(mixtral, tmp_path, dense)
     assert open_model(str(quantised)).weight_map.quantized is None
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=STREAMED)
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
 @pytest.fixture
@@ -232,8 +232,8 @@ ON_A_DEVICE: dict[str, Any] = {
 
 def test_kernels_of_a_device_find_each_layers_format(mixtral: Path, by_triton: list[Any], tmp_path: Path) -> None:
     """Pages of a quantised and of a plain layer lie in the same slots, which have a table for each."""
-    quantised, numbers = quantise(mixtral, tmp_path, MIXED)
-    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(numbers, weights=RESIDENT)
+    quantised, values = quantise(mixtral, tmp_path, MIXED)
+    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(values, weights=RESIDENT)
     assert [type(table) for table in by_triton] == [QuantizedTable, PageTable]
 
 
@@ -242,15 +242,15 @@ def test_kernels_of_a_device_find_each_layers_format(mixtral: Path, by_triton: l
 def test_kernels_of_a_device_give_the_tokens_of_the_numbers(
     name: str, mixtral: Path, by_triton: list[Any], tmp_path: Path
 ) -> None:
-    quantised, numbers = quantise(mixtral, tmp_path, METHODS[name])
-    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(numbers, weights=RESIDENT)
+    quantised, values = quantise(mixtral, tmp_path, METHODS[name])
+    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(values, weights=RESIDENT)
     assert [type(table) for table in by_triton] == [QuantizedTable]
 
 
 @pytest.mark.thorough
 def test_kernels_of_a_device_read_the_stacks_of_gpt_oss(checkpoints: Any, by_triton: list[Any], tmp_path: Path) -> None:
-    quantised, numbers = quantise_stacks(checkpoints("gpt_oss")[0], tmp_path)
-    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(numbers, weights=RESIDENT)
+    quantised, values = quantise_stacks(checkpoints("gpt_oss")[0], tmp_path)
+    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(values, weights=RESIDENT)
     assert [type(table) for table in by_triton] == [QuantizedTable]
 
 
@@ -325,5 +325,5 @@ def test_commands_run_what_convert_wrote(tmp_path: Path, capsys: pytest.CaptureF
     assert len(out.read_text().splitlines()) == 16
     capsys.readouterr()
     assert main(["compare", str(rounded), str(prompts), "--against", "demo", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert 0 < found["kl"]["value"] < 0.2 and found["top1"]["value"] > 0.5
+    result = json.loads(capsys.readouterr().out)
+    assert 0 < result["kl"]["value"] < 0.2 and result["top1"]["value"] > 0.5

@@ -81,8 +81,8 @@ def test_what_the_prompt_leaves_to_the_answer() -> None:
 def test_a_message_that_is_continued(content: str, expected: str) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
     conversation = Conversation(messages=messages, add_generation_prompt=False, continue_final_message=True)
-    found = reasoning_start(tokenizer("{{ messages[-1].content }}</think>"), conversation, [1])
-    assert found is not None and found.state == expected
+    result = reasoning_start(tokenizer("{{ messages[-1].content }}</think>"), conversation, [1])
+    assert result is not None and result.state == expected
 
 
 def split(text: str, format_name: str, begins: str, **how: bool) -> tuple[str | None, str, int]:
@@ -171,11 +171,11 @@ def test_a_budget_closes_the_reasoning(words: Tokenizer) -> None:
 
 def test_a_budget_of_nothing_in_letters() -> None:
     words = tokenizer(QWEN, markers=False)
-    thinking, said = Thinking(ReasoningStart(format="think", state="open"), words, budget=0), []
+    thinking, message = Thinking(ReasoningStart(format="think", state="open"), words, budget=0), []
     while (token := thinking.next_end) is not None:
-        said.append(token)
+        message.append(token)
         thinking.go_on(token)
-    assert words.decode(said) == "</think>" and thinking.over
+    assert words.decode(message) == "</think>" and thinking.over
 
 
 def test_demo_has_no_reasoning() -> None:

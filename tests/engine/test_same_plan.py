@@ -38,9 +38,9 @@ def test_the_engine_plans_what_optimize_recommends(machine: str, model: str, mon
     asked: list[tuple[Problem, Solution | None]] = []
 
     def search(problem: Problem) -> Solution | None:
-        for other, found in asked:
+        for other, result in asked:
             if other == problem:
-                return found
+                return result
         asked.append((problem, searched(problem)))
         return asked[-1][1]
 

@@ -31,17 +31,17 @@ def reference(
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     best = logits[order[0]]
     order = [token for token in order if math.exp((logits[token] - best) / temperature) >= min_p]
-    kept = order[:top_k] if top_k > 0 else order
-    weights = {token: math.exp((logits[token] - logits[order[0]]) / temperature) for token in kept}
+    retained = order[:top_k] if top_k > 0 else order
+    weights = {token: math.exp((logits[token] - logits[order[0]]) / temperature) for token in retained}
     total = sum(weights.values())
     nucleus, reached = list[int](), 0.0
-    for token in kept:
+    for token in retained:
         nucleus.append(token)
         reached += weights[token] / total
         if reached >= top_p:
             break
-    whole = sum(weights[token] for token in nucleus)
-    return [weights[token] / whole if token in nucleus else 0.0 for token in range(len(logits))]
+    full = sum(weights[token] for token in nucleus)
+    return [weights[token] / full if token in nucleus else 0.0 for token in range(len(logits))]
 
 
 def frequencies(logits: list[float], how: SamplingParams) -> list[float]:
@@ -74,8 +74,8 @@ LOGITS = [0.3, 2.0, -1.0, 1.9, 0.0, 1.2, -4.0, 0.9]
 )
 def test_tokens_come_with_the_frequency_they_should(fields: dict[str, float]) -> None:
     wanted = reference(LOGITS, **{"temperature": 1.0, **fields})  # type: ignore[arg-type]
-    found = frequencies(LOGITS, params(**fields))
-    for share, expected in zip(found, wanted, strict=True):
+    result = frequencies(LOGITS, params(**fields))
+    for share, expected in zip(result, wanted, strict=True):
         assert expected > 0 or share == 0
         assert share == pytest.approx(expected, abs=4.5 * math.sqrt(expected * (1 - expected) / DRAWS) + 1e-9)
 
@@ -119,16 +119,18 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
 def test_the_seed_and_the_place_alone_decide() -> None:
     """Whatever else is in the batch, in whatever order."""
     random = Random(0)
-    requests = [(seed, place) for seed in (0, 1, 2**63, 2**64 - 1) for place in (0, 1, 5, 10_000)]
+    requests = [(seed, position) for seed in (0, 1, 2**63, 2**64 - 1) for position in (0, 1, 5, 10_000)]
     rows = {request: torch.randn(50, generator=torch.Generator().manual_seed(n)) for n, request in enumerate(requests)}
     how = params()
-    alone = {each: next_tokens(rows[each][None], [how], [each[0]], [each[1]]).item() for each in requests}
+    alone = {
+        request: next_tokens(rows[request][None], [how], [request[0]], [request[1]]).item() for request in requests
+    }
     for _ in range(5):
         random.shuffle(requests)
-        batch = torch.stack([rows[each] for each in requests])
+        batch = torch.stack([rows[request] for request in requests])
         seeds, places = [list(column) for column in zip(*requests, strict=True)]
-        found = next_tokens(batch, [how] * len(requests), seeds, places).tolist()
-        assert found == [alone[each] for each in requests]
+        result = next_tokens(batch, [how] * len(requests), seeds, places).tolist()
+        assert result == [alone[request] for request in requests]
 
 
 @examples(40)
@@ -151,10 +153,10 @@ def test_no_row_depends_on_another(data: st.DataObject, rows: int, vocabulary: i
 
 
 def test_seeds_and_places_give_independent_numbers() -> None:
-    numbers = [uniform(seed, place) for seed in range(60) for place in range(60)]
-    assert len(set(numbers)) == len(numbers)
-    assert all(0 <= number < 1 for number in numbers)
-    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.03)
+    values = [uniform(seed, position) for seed in range(60) for position in range(60)]
+    assert len(set(values)) == len(values)
+    assert all(0 <= number < 1 for number in values)
+    assert sum(values) / len(values) == pytest.approx(0.5, abs=0.03)
     neighbours = [(uniform(seed, 7) - 0.5) * (uniform(seed, 8) - 0.5) for seed in range(2000)]
     assert abs(sum(neighbours) / len(neighbours)) < 5 / 12 / math.sqrt(2000)
     seeds = [(uniform(seed, 7) - 0.5) * (uniform(seed + 1, 7) - 0.5) for seed in range(2000)]
@@ -164,8 +166,8 @@ def test_seeds_and_places_give_independent_numbers() -> None:
 def test_samples_of_one_request_have_numbers_of_their_own() -> None:
     """And the first one has those of the seed itself."""
     assert sample_seed(7, 0) == 7
-    numbers = [uniform(sample_seed(seed, sample), 0) for seed in (0, 7, 2**64 - 1) for sample in (0, 1, 2, 1000)]
-    assert len(set(numbers)) == len(numbers)
+    values = [uniform(sample_seed(seed, sample), 0) for seed in (0, 7, 2**64 - 1) for sample in (0, 1, 2, 1000)]
+    assert len(set(values)) == len(values)
 
 
 def changed_slowly(logits: np.ndarray, change: Change) -> np.ndarray:
@@ -200,7 +202,7 @@ def test_logits_change_as_they_do_one_by_one(data: st.DataObject, vocabulary: in
     )
     changes = data.draw(st.lists(one, min_size=rows, max_size=rows))
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(rows)) * 3
-    wanted = [changed_slowly(row, each) for row, each in zip(logits.numpy(), changes, strict=True)]
+    wanted = [changed_slowly(row, item) for row, item in zip(logits.numpy(), changes, strict=True)]
     change(logits, changes)
     np.testing.assert_allclose(logits.numpy(), np.stack(wanted), rtol=1e-5, atol=1e-5)
 

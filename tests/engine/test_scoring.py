@@ -26,16 +26,18 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def served(model: Path, prompts: Sequence[Sequence[int]], how: SamplingParams, place: str = "cpu") -> list[Completion]:
+def served(
+    model: Path, prompts: Sequence[Sequence[int]], how: SamplingParams, position: str = "cpu"
+) -> list[Completion]:
     policy = Policy(
         model=str(model),
         batch_size=4,
         micro_batch_size=3,
         micro_batch_tokens=13,
         weight_dtype="float32",
-        **PLACES[place],
+        **PLACES[position],
     )
-    with Engine(policy, device=place.partition(",")[0]) as engine:
+    with Engine(policy, device=position.partition(",")[0]) as engine:
         return engine.generate(prompts, how)
 
 
@@ -46,15 +48,15 @@ def wanted(directory: Path, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     return [torch.log_softmax(model(torch.tensor([list(ids)])).logits[0], dim=-1) for ids in sequences]
 
 
-def check(found: Any, logprobs: Tensor, token: int, top: int) -> None:
+def check(result: Any, logprobs: Tensor, token: int, top: int) -> None:
     order = logprobs.sort(descending=True)
-    assert found[token].logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+    assert result[token].logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
     near = (logprobs - logprobs[token]).abs() < 2e-4
-    assert abs(found[token].rank - 1 - int((logprobs > logprobs[token]).sum())) < int(near.sum())
-    assert len(found) in (top, top + 1)
-    likeliest = sorted((each.logprob for each in found.values()), reverse=True)[:top]
+    assert abs(result[token].rank - 1 - int((logprobs > logprobs[token]).sum())) < int(near.sum())
+    assert len(result) in (top, top + 1)
+    likeliest = sorted((item.logprob for item in result.values()), reverse=True)[:top]
     assert likeliest == pytest.approx(order.values[:top].tolist(), abs=1e-4)
-    assert all(each.logprob == pytest.approx(float(logprobs[i]), abs=1e-4) for i, each in found.items())
+    assert all(item.logprob == pytest.approx(float(logprobs[i]), abs=1e-4) for i, item in result.items())
 
 
 @pytest.mark.parametrize(
@@ -63,26 +65,26 @@ def check(found: Any, logprobs: Tensor, token: int, top: int) -> None:
 )
 def test_log_probabilities_are_those_of_transformers(name: str, place: str, tiny: Tiny) -> None:
     directory = DEMO if name == "demo" else tiny(name)
-    found = served(directory, PROMPTS, HOW, place)
-    sequences = [[*prompt, *each.token_ids] for prompt, each in zip(PROMPTS, found, strict=True)]
-    for prompt, each, logprobs in zip(PROMPTS, found, wanted(directory, sequences), strict=True):
-        assert each.prompt_logprobs is not None
-        assert each.logprobs is not None
-        assert each.prompt_logprobs[0] is None
+    result = served(directory, PROMPTS, HOW, place)
+    sequences = [[*prompt, *item.token_ids] for prompt, item in zip(PROMPTS, result, strict=True)]
+    for prompt, item, logprobs in zip(PROMPTS, result, wanted(directory, sequences), strict=True):
+        assert item.prompt_logprobs is not None
+        assert item.logprobs is not None
+        assert item.prompt_logprobs[0] is None
         for at, token in enumerate(prompt[1:], start=1):
-            check(each.prompt_logprobs[at], logprobs[at - 1], token, 2)
-        for at, token in enumerate(each.token_ids):
-            check(each.logprobs[at], logprobs[len(prompt) - 1 + at], token, 3)
-            assert each.logprobs[at][token].rank == 1
-        total = sum(entry[token].logprob for entry, token in zip(each.logprobs, each.token_ids, strict=True))
-        assert each.cumulative_logprob == pytest.approx(total)
+            check(item.prompt_logprobs[at], logprobs[at - 1], token, 2)
+        for at, token in enumerate(item.token_ids):
+            check(item.logprobs[at], logprobs[len(prompt) - 1 + at], token, 3)
+            assert item.logprobs[at][token].rank == 1
+        total = sum(entry[token].logprob for entry, token in zip(item.logprobs, item.token_ids, strict=True))
+        assert item.cumulative_logprob == pytest.approx(total)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_prompt_is_scored_without_generating(tiny: Tiny, place: str) -> None:
     """Beside others that go on; from where it is asked for; as it is where everything is scored."""
     model = tiny("mixtral")
-    whole = [each.prompt_logprobs or () for each in served(model, PROMPTS, HOW)]
+    full = [item.prompt_logprobs or () for item in served(model, PROMPTS, HOW)]
     policy = Policy(
         model=str(model),
         batch_size=3,
@@ -97,30 +99,30 @@ def test_a_prompt_is_scored_without_generating(tiny: Tiny, place: str) -> None:
             Request(index=n, token_ids=tuple(ids), sampling=scoring, scored_from=1 + n) for n, ids in enumerate(PROMPTS)
         ]
         others = [Request(index=n + 50, token_ids=tuple(ids), sampling=HOW) for n, ids in enumerate(PROMPTS)]
-        mixed = [each for pair in zip(requests, others, strict=True) for each in pair]
-        found = {each.index: each for each in engine.run(mixed)}
+        mixed = [item for pair in zip(requests, others, strict=True) for item in pair]
+        result = {item.index: item for item in engine.run(mixed)}
         assert engine.stats.completion_tokens == 5 * len(PROMPTS)
         passes = engine.stats.passes
         alone = list(engine.run(requests[:3]))
         assert engine.stats.passes - passes <= 2
         assert len(alone) == 3
     for n, ids in enumerate(PROMPTS):
-        each = found[n]
-        assert (each.text, each.token_ids, each.finish_reason, each.logprobs) == ("", (), "length", None)
-        assert each.prompt_logprobs is not None
-        assert len(each.prompt_logprobs) == len(ids)
-        assert [entry is None for entry in each.prompt_logprobs] == [at < 1 + n for at in range(len(ids))]
+        item = result[n]
+        assert (item.text, item.token_ids, item.finish_reason, item.logprobs) == ("", (), "length", None)
+        assert item.prompt_logprobs is not None
+        assert len(item.prompt_logprobs) == len(ids)
+        assert [entry is None for entry in item.prompt_logprobs] == [at < 1 + n for at in range(len(ids))]
         for at in range(1 + n, len(ids)):
-            (entry,) = (each.prompt_logprobs[at] or {}).values()
-            assert entry.logprob == pytest.approx(whole[n][at][ids[at]].logprob, abs=1e-4)  # type: ignore[index]
+            (entry,) = (item.prompt_logprobs[at] or {}).values()
+            assert entry.logprob == pytest.approx(full[n][at][ids[at]].logprob, abs=1e-4)  # type: ignore[index]
 
 
 def test_the_whole_vocabulary_is_a_distribution(tiny: Tiny) -> None:
     how = SamplingParams(max_tokens=2, logprobs=-1, prompt_logprobs=-1, temperature=1.5, seed=3, n=2)
-    for each in served(tiny("mixtral"), PROMPTS[:2], how):
-        assert each.logprobs is not None
-        assert each.prompt_logprobs is not None
-        for entries in (*each.logprobs, *each.prompt_logprobs[1:]):
+    for item in served(tiny("mixtral"), PROMPTS[:2], how):
+        assert item.logprobs is not None
+        assert item.prompt_logprobs is not None
+        for entries in (*item.logprobs, *item.prompt_logprobs[1:]):
             assert entries is not None
             assert sorted(entries) == list(range(307))
             assert sum(torch.tensor([one.logprob for one in entries.values()]).exp()) == pytest.approx(1, abs=1e-4)
@@ -137,9 +139,9 @@ def test_log_probabilities_are_taken_before_anything_changes_logits(tiny: Tiny) 
         "logit_bias": {7: -30.0},
     }
     plain = served(tiny("mixtral"), [prompt], SamplingParams(**changed))
-    (found,) = served(tiny("mixtral"), [prompt], SamplingParams(**changed, logprobs=1))
-    assert found.token_ids == plain[0].token_ids
-    (logprobs,) = wanted(tiny("mixtral"), [[*prompt, *found.token_ids]])
-    assert found.logprobs is not None
-    for at, token in enumerate(found.token_ids):
-        check(found.logprobs[at], logprobs[len(prompt) - 1 + at], token, 1)
+    (result,) = served(tiny("mixtral"), [prompt], SamplingParams(**changed, logprobs=1))
+    assert result.token_ids == plain[0].token_ids
+    (logprobs,) = wanted(tiny("mixtral"), [[*prompt, *result.token_ids]])
+    assert result.logprobs is not None
+    for at, token in enumerate(result.token_ids):
+        check(result.logprobs[at], logprobs[len(prompt) - 1 + at], token, 1)

@@ -32,7 +32,7 @@ def policy(model: Path, **changes: Any) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("devices", "ring_pages", "name"), in_turn([(each, ring) for each in ANY_RING for ring in RINGS], MODELS)
+    ("devices", "ring_pages", "name"), in_turn([(item, ring) for item in ANY_RING for ring in RINGS], MODELS)
 )
 def test_a_ring_of_any_size_gives_the_same_tokens(tiny: Tiny, devices: str, ring_pages: int, name: str) -> None:
     model = tiny(name, **MODELS[name])
@@ -55,8 +55,8 @@ def test_a_module_graph_gives_the_tokens_of_transformers(family: str, device: st
 @pytest.mark.parametrize("name", ["int4", "fp8 blocks"])
 def test_quantised_pages_give_the_tokens_of_the_numbers(name: str, tiny: Tiny, tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    quantised, numbers = quantise(tiny("mixtral", intermediate_size=96, **shape), tmp_path, METHODS[name])
-    wanted = tokens(numbers, weights=Shares(host=1.0))
+    quantised, values = quantise(tiny("mixtral", intermediate_size=96, **shape), tmp_path, METHODS[name])
+    wanted = tokens(values, weights=Shares(host=1.0))
     assert tokens(quantised, schedule="module", weights=STREAMED, ring_pages=2) == wanted
 
 

@@ -168,12 +168,12 @@ def test_half_a_surrogate_pair_is_the_inputs_fault(tmp_path: Path) -> None:
 
 def test_a_text_far_beyond_the_context_is_not_encoded_whole(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_dir(byte_level(tmp_path))
-    whole, longest = tokenizer._inner, []
+    full, longest = tokenizer._inner, []
 
     class Watched:
         def encode(self, text: str, **options: Any) -> Any:
             longest.append(len(text))
-            return whole.encode(text, **options)
+            return full.encode(text, **options)
 
     tokenizer._inner = Watched()  # type: ignore[assignment]
     with pytest.raises(InputError, match="200,000 letters") as refusal:

@@ -51,11 +51,11 @@ lima, paris = json.dumps(LIMA, ensure_ascii=False), json.dumps(PARIS)
 
 
 def hermes(*calls: tuple[str, str]) -> str:
-    return "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in calls)
+    return "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {call}}}\n</tool_call>' for name, call in calls)
 
 
 def fields(opening: str, closing: str, values: dict[str, Any]) -> str:
-    texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in values.items()}
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     return "".join(f"{opening.format(key)}{text}{closing}" for key, text in texts.items())
 
 
@@ -69,22 +69,22 @@ def glm(values: dict[str, Any]) -> str:
     return f"<tool_call>get_weather\n{inner}</tool_call>"
 
 
-def deepseek(*given: str, block: bool) -> str:
+def deepseek(*inputs: str, block: bool) -> str:
     head, tail, between = "get_weather<｜tool▁sep｜>", "", ""
     if block:
         head, tail, between = "function<｜tool▁sep｜>get_weather\n```json\n", "\n```", "\n"
-    calls = [f"<｜tool▁call▁begin｜>{head}{each}{tail}<｜tool▁call▁end｜>" for each in given]
+    calls = [f"<｜tool▁call▁begin｜>{head}{item}{tail}<｜tool▁call▁end｜>" for item in inputs]
     return f"<｜tool▁calls▁begin｜>{between.join(calls)}<｜tool▁calls▁end｜>"
 
 
-def kimi(*given: str) -> str:
-    heads = [f"functions.get_weather:{number}<|tool_call_argument_begin|>{each}" for number, each in enumerate(given)]
-    calls = "".join(f"<|tool_call_begin|>{each}<|tool_call_end|>" for each in heads)
+def kimi(*inputs: str) -> str:
+    heads = [f"functions.get_weather:{number}<|tool_call_argument_begin|>{item}" for number, item in enumerate(inputs)]
+    calls = "".join(f"<|tool_call_begin|>{head}<|tool_call_end|>" for head in heads)
     return f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
 
 
-def harmony(given: str) -> str:
-    return f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{given}"
+def harmony(inputs: str) -> str:
+    return f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{inputs}"
 
 
 def listed(begin: str, end: str, *values: str) -> str:
@@ -120,7 +120,7 @@ def gemma(value: Any) -> str:
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{gemma(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{gemma(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(gemma, value)) + "]"
     return json.dumps(value)
@@ -133,7 +133,7 @@ def gemma_calls(*calls: dict[str, Any]) -> str:
 PYTHONIC = '[get_weather(city={}, days=3, unit="C", near={{"km": 1.5}}), get_weather(city="Paris")]'.format(
     json.dumps(LIMA["city"], ensure_ascii=False)
 )
-LISTED = ", ".join(f'{{"name": "get_weather", "arguments": {each}}}' for each in (lima, paris))
+LISTED = ", ".join(f'{{"name": "get_weather", "arguments": {item}}}' for item in (lima, paris))
 # Each format: what its template says, and answers with both calls.
 ANSWERS: dict[str, tuple[str, str]] = {
     "hermes": ("<tool_call>", hermes(("get_weather", lima), ("get_weather", paris))),

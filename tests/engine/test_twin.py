@@ -46,8 +46,8 @@ def served(model: Path, device: str, **changes: Any) -> tuple[list[tuple[int, ..
             spans.extend(engine.timeline.spans)
 
         requests = requests_from(PROMPTS, HOW, engine.tokenizer)
-        done = sorted(engine.run(requests, on_pass=on_pass), key=lambda each: each.index)
-    return [tuple(each.token_ids or ()) for each in done], spans, engine
+        done = sorted(engine.run(requests, on_pass=on_pass), key=lambda item: item.index)
+    return [tuple(item.token_ids or ()) for item in done], spans, engine
 
 
 def test_habits_cost_time_and_change_no_token(model: Path) -> None:

@@ -46,8 +46,8 @@ def program_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) ->
             return value == 1, value % 16 == 0
         return type(value)
 
-    given = tuple(kind(name, value) for name, value in zip(kernel.arg_names, args, strict=False))
-    return (kernel.fn.__name__, given, *sorted((name, str(value)) for name, value in constants.items()))
+    inputs = tuple(kind(name, value) for name, value in zip(kernel.arg_names, args, strict=False))
+    return (kernel.fn.__name__, inputs, *sorted((name, str(value)) for name, value in constants.items()))
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_passes_launch_the_programs_that_were_launched_while_loading(
     with Engine(policy_for(model), device="twin") as engine:
         assert card["loading"] and not card["passes"]
         done = engine.generate([[65] * MOST_ROWS, [66] * 30, [67, 68], [69] * 11], HOW)
-        assert [each.completion_tokens for each in done] == [3] * 4
+        assert [item.completion_tokens for item in done] == [3] * 4
     assert card["passes"] == card["loading"]
     rows = {dict(program[2:])["BM"] for program in card["loading"] if program[0] == "grouped"}
     assert rows == {"16", "32", "64"}
@@ -121,8 +121,8 @@ def test_every_format_of_a_model_is_warmed_up(tiny: Tiny, card: dict[str, set[Pr
     """The experts of the last layer are plain numbers."""
     sizes = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 3, "hidden_size": 64}
     plain, method = tiny("mixtral", dtype="float16", head_dim=16, intermediate_size=64, **sizes), METHODS["fp8 blocks"]
-    kept = {"modules_to_not_convert": ["layers.1.block_sparse_moe"]}
-    quantised, _ = quantise(plain, tmp_path, replace(method, config=method.config | kept))
+    retained = {"modules_to_not_convert": ["layers.1.block_sparse_moe"]}
+    quantised, _ = quantise(plain, tmp_path, replace(method, config=method.config | retained))
     with Engine(policy_for(quantised), device="twin") as engine:
         assert engine.generate([[65] * MOST_ROWS, [67, 68]], HOW)[0].completion_tokens == 3
     assert card["passes"] <= card["loading"]
@@ -150,8 +150,8 @@ def test_where_a_kernel_fails_torch_computes_and_says_so(
     assert [record.getMessage() for record in caplog.records] == [
         "cpu: torch computes: a triton kernel failed: out of resource: shared memory"
     ]
-    served, why = serving.serves(torch.device("cpu"), torch.float16)
-    assert (served, why) == (False, "a triton kernel failed: out of resource: shared memory")
+    served, reason = serving.serves(torch.device("cpu"), torch.float16)
+    assert (served, reason) == (False, "a triton kernel failed: out of resource: shared memory")
 
 
 def test_an_error_that_is_not_a_kernels_is_raised(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,13 +188,13 @@ def test_warming_up_changes_no_token(
 ) -> None:
     model = tiny("qwen3_moe")  # dense layers too
     prompts = [[65] * 40, [66, 67], [68] * 9]
-    found = []
+    result = []
     for compiles in (False, True):
-        monkeypatch.setattr(Machine, "compiles", property(lambda _, found=compiles: found))
+        monkeypatch.setattr(Machine, "compiles", property(lambda _, result=compiles: result))
         policy = policy_for(model, schedule=schedule, attention_device=attention)
         with Engine(policy, device="twin") as engine:
-            found.append([each.token_ids for each in engine.generate(prompts, HOW)])
-    assert found[0] == found[1]
+            result.append([item.token_ids for item in engine.generate(prompts, HOW)])
+    assert result[0] == result[1]
 
 
 @examples(60)

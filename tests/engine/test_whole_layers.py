@@ -49,11 +49,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def logits_of(model: Path, batch: int, kv_dtype: str) -> list[Tensor]:
     """After a prompt of one token and after every later token, which decodes; of all sequences together."""
-    given = sequences(batch)
+    inputs = sequences(batch)
     sizes: dict[str, Any] = {"batch_size": batch, "micro_batch_size": batch, "kv_tokens": 64 * batch}
     sizes |= {"kv_dtype": kv_dtype, "weights": Shares(host=1.0)}
     with forced(model, **sizes) as engine:
-        return engine.logits(given, [1] * batch)
+        return engine.logits(inputs, [1] * batch)
 
 
 @pytest.mark.parametrize(("family", "dtype", "kv_dtype", "batch", "count"), CASES)
@@ -62,37 +62,37 @@ def test_logits_are_those_of_the_phases(
 ) -> None:
     model, calls = tiny(family, dtype=dtype, **SHAPES[family]), list[int]()
     torch.set_num_threads(count)
-    whole = decoder.decode_layers
+    full = decoder.decode_layers
 
-    def counted(*given: Any, **more: Any) -> None:
-        calls.append(len(given[0]))
-        whole(*given, **more)
+    def counted(*inputs: Any, **more: Any) -> None:
+        calls.append(len(inputs[0]))
+        full(*inputs, **more)
 
     monkeypatch.setattr(decoder, "decode_layers", counted)
-    found = logits_of(model, batch, kv_dtype)
+    result = logits_of(model, batch, kv_dtype)
     assert calls
     monkeypatch.setattr(Operations, "whole_layers", property(lambda _: False, lambda *_: None), raising=False)
     done = len(calls)
     expected = logits_of(model, batch, kv_dtype)
     assert len(calls) == done
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    for selected, theirs in zip(result, expected, strict=True):
+        assert torch.equal(selected, theirs)
 
 
 def kinds_of(model: Path, experts: ExpertOptions | None = None, **options: Any) -> set[TaskKind]:
     in_place: dict[str, Any] = {"batch_size": 4, "kv_tokens": 512, "weights": Shares(host=1.0)}
-    policy, found = Policy(model=str(model), **in_place, **options), set[TaskKind]()
+    policy, result = Policy(model=str(model), **in_place, **options), set[TaskKind]()
     prompts: Sequence[Sequence[int]] = [[5, 6, 7]] * 3
     with Engine(policy, device="cpu", experts=experts) as engine:
         for _ in engine.stream(prompts, SamplingParams(max_tokens=3, ignore_eos=True)):
             assert engine.timeline is not None
-            found |= {span.task.kind for span in engine.timeline.spans}
-    return found
+            result |= {span.task.kind for span in engine.timeline.spans}
+    return result
 
 
 def test_a_decode_pass_is_one_task(tiny: Tiny) -> None:
-    found = kinds_of(tiny("mixtral", **SHAPES["mixtral"]))
-    assert found == {TaskKind.EMBED, TaskKind.LAYERS, TaskKind.SAMPLE}
+    result = kinds_of(tiny("mixtral", **SHAPES["mixtral"]))
+    assert result == {TaskKind.EMBED, TaskKind.LAYERS, TaskKind.SAMPLE}
 
 
 def test_phases_stay_apart_where_routing_is_recorded(tiny: Tiny) -> None:

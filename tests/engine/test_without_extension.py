@@ -66,8 +66,8 @@ def test_a_native_family_gives_the_tokens_of_transformers(family: str, tiny: Tin
 @pytest.mark.parametrize(
     "family",
     [
-        each if each in (*GRAPHS, *QUICK) else pytest.param(each, marks=pytest.mark.thorough)
-        for each in (*GRAPHS, *DENSE)
+        item if item in (*GRAPHS, *QUICK) else pytest.param(item, marks=pytest.mark.thorough)
+        for item in (*GRAPHS, *DENSE)
     ],
 )
 def test_a_module_graph_gives_the_tokens_of_transformers(family: str, checkpoints: Any) -> None:
@@ -77,19 +77,19 @@ def test_a_module_graph_gives_the_tokens_of_transformers(family: str, checkpoint
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_quantised_checkpoint_gives_the_tokens_of_its_numbers(name: str, tiny: Tiny, tmp_path: Path) -> None:
-    quantised, numbers = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS[name])
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=RESIDENT)
+    quantised, values = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS[name])
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=RESIDENT)
 
 
 @pytest.mark.parametrize("name", BUT_ATTENTION)
 def test_a_graph_runs_from_quantised_pages(name: str, checkpoints: Any, tmp_path: Path) -> None:
-    quantised, numbers = quantise(checkpoints("deepseek_v2")[0], tmp_path, but_attention(name))
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=RESIDENT)
+    quantised, values = quantise(checkpoints("deepseek_v2")[0], tmp_path, but_attention(name))
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=RESIDENT)
 
 
 def test_stacks_of_gpt_oss_run_as_they_are_released(checkpoints: Any, tmp_path: Path) -> None:
-    quantised, numbers = quantise_stacks(checkpoints("gpt_oss")[0], tmp_path)
-    assert tokens(quantised, weights=STREAMED) == tokens(numbers, weights=RESIDENT)
+    quantised, values = quantise_stacks(checkpoints("gpt_oss")[0], tmp_path)
+    assert tokens(quantised, weights=STREAMED) == tokens(values, weights=RESIDENT)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_stacks_of_gpt_oss_run_as_they_are_released(checkpoints: Any, tmp_path: 
     [*zip(CONFIGS, OF_GGUF, strict=True), ("gpt-oss", "Q8_0")],
 )
 def test_a_gguf_file_gives_the_tokens_of_its_numbers(architecture: str, experts: str, tmp_path: Path) -> None:
-    path, numbers = tmp_path / "tiny.gguf", tmp_path / "numbers"
+    path, values = tmp_path / "tiny.gguf", tmp_path / "numbers"
     write_gguf(path, architecture, experts=experts, vocab=True)
-    save_numbers(numbers, architecture, experts=experts, dtype=torch.float32)
-    save_byte_tokenizer(numbers)
-    assert tokens(path, weights=STREAMED, weight_dtype="float32") == tokens(numbers, weights=RESIDENT)
+    save_numbers(values, architecture, experts=experts, dtype=torch.float32)
+    save_byte_tokenizer(values)
+    assert tokens(path, weights=STREAMED, weight_dtype="float32") == tokens(values, weights=RESIDENT)

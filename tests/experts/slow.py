@@ -242,8 +242,8 @@ class SlowLayered:
         self.left += self.second.left
         self.second.left.clear()
         for key in self.first.left:
-            kept = self.second.demoted(key, leased)
-            self.left += self.second.left if kept else [key]
+            retained = self.second.demoted(key, leased)
+            self.left += self.second.left if retained else [key]
             self.second.left.clear()
         self.first.left.clear()
 
@@ -296,14 +296,14 @@ def most_hits(batches: Sequence[Collection[int]], capacity: int, begin: Collecti
     for batch in batches:
         following: dict[frozenset[int], int] = {}
         for held, hits in best.items():
-            found = hits + len(held & set(batch))
+            result = hits + len(held & set(batch))
             for some in _choices(held | set(batch), capacity):
                 contents = frozenset(some)
-                following[contents] = max(following.get(contents, 0), found)
+                following[contents] = max(following.get(contents, 0), result)
         best = following
     return max(best.values())
 
 
-def _choices(keys: Collection[int], most: int) -> Iterator[tuple[int, ...]]:
-    for size in range(min(len(keys), most) + 1):
+def _choices(keys: Collection[int], maximum: int) -> Iterator[tuple[int, ...]]:
+    for size in range(min(len(keys), maximum) + 1):
         yield from combinations(sorted(keys), size)

@@ -70,7 +70,7 @@ def test_random_rules_and_batches_against_one_by_one(seed: int) -> None:
         before = len(slow.fired)
         for access in one_by_one(*batch):
             slow.access(access)
-        fired = [(each.access, each.rule) for each in fast.record(*batch)]
+        fired = [(item.access, item.rule) for item in fast.record(*batch)]
         assert fired == [
             (at, f"when {r.metric} {r.op} {r.threshold:g} for {r.accesses} accesses") for at, r in slow.fired[before:]
         ]
@@ -83,7 +83,7 @@ def test_random_rules_and_batches_against_one_by_one(seed: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
 def test_a_hundred_accesses_are_a_hundred_whatever_the_batch(size: int) -> None:
     rules = adapting(BUDGET)
-    fired = [each.access for _ in range(-(-400 // size)) for each in rules.record(size // 2, size - size // 2, 0)]
+    fired = [item.access for _ in range(-(-400 // size)) for item in rules.record(size // 2, size - size // 2, 0)]
     assert fired == [100]
 
 
@@ -92,8 +92,8 @@ def test_a_trigger_fires_again_after_its_cooldown_and_a_value_in_force_never() -
     for _ in range(10):
         trigger.record(4, 6, 0)
         value.record(4, 6, 0)
-    assert [each.access for each in trigger.log] == [10, 35, 60, 85]
-    assert [each.as_dict() for each in value.log] == [
+    assert [item.access for item in trigger.log] == [10, 35, 60, 85]
+    assert [item.as_dict() for item in value.log] == [
         {
             "access": 10,
             "rule": "when hit_rate >= 0 for 10 accesses",
@@ -109,7 +109,7 @@ def test_a_condition_that_breaks_begins_anew() -> None:
     rules = adapting(BUDGET, op="<", threshold=0.5, accesses=12)
     rules.record(0, 11, 0)
     rules.record(12, 0, 0)  # above a half after the eleventh of them: the condition broke at access 22
-    assert [each.access for each in rules.log] == [12]
+    assert [item.access for item in rules.log] == [12]
     rules = adapting(BUDGET, op="<", threshold=0.5, accesses=23)
     rules.record(0, 11, 0)
     rules.record(12, 0, 0)
@@ -120,7 +120,7 @@ def test_what_cannot_be_done_is_written_down_and_not_tried_at_every_access() -> 
     panel = Panel()
     rules = adapting(Action(kind="set", name="prefetch_budget", value=-1), panel, accesses=1, cooldown=50)
     rules.record(0, 120, 0)
-    assert [(each.access, each.failure) for each in rules.log] == [
+    assert [(item.access, item.failure) for item in rules.log] == [
         (at, "a budget of -1 is none") for at in (1, 51, 101)
     ]
     assert (rules.changes, rules.failures, panel.done) == (0, 3, [])

@@ -35,24 +35,24 @@ def loaded(model: str, machine: str) -> tuple[ModelProfile, HardwareProfile]:
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_what_is_made_fits_and_is_sound(name: str, machine: str, batch_size: int) -> None:
     model, hardware = loaded(name, machine)
-    found = auto_policy(model, hardware, name=name, batch_size=batch_size)
-    reading = read(format_policy(found.policy))
-    assert not reading.errors and not reading.warnings and reading.policies == (found.policy,)
+    result = auto_policy(model, hardware, name=name, batch_size=batch_size)
+    reading = read(format_policy(result.policy))
+    assert not reading.errors and not reading.warnings and reading.policies == (result.policy,)
     experts = model.experts.num_experts
-    cache = ExpertCache.of(found.policy, num_layers=model.num_moe_layers, num_experts=experts)
+    cache = ExpertCache.of(result.policy, num_layers=model.num_moe_layers, num_experts=experts)
     room, page = room_for_experts(model, hardware, batch_size), page_slot_bytes(model, dtype_named(model.dtype))
     everything = sum(room.taken.values()) + RESERVE_BYTES + cache.capacity * page
     assert everything <= room.capacity_bytes
-    whole = cache.capacity == model.num_moe_layers * experts
+    full = cache.capacity == model.num_moe_layers * experts
     # One more for each layer has no room, or all have.
-    assert whole or everything + model.num_moe_layers * page > room.capacity_bytes
+    assert full or everything + model.num_moe_layers * page > room.capacity_bytes
 
 
 def test_what_all_has_room_needs_no_rules() -> None:
     model, hardware = loaded("olmoe-1b-7b", "l4")
-    found = auto_policy(model, hardware, name="olmoe")
-    assert found.policy.per_layer is None and found.policy.prefetch.strategy == "none"
-    assert str(found.policy.cache.capacity) == "100%"
+    result = auto_policy(model, hardware, name="olmoe")
+    assert result.policy.per_layer is None and result.policy.prefetch.strategy == "none"
+    assert str(result.policy.cache.capacity) == "100%"
 
 
 def test_no_room_for_one_says_how_much_would_do() -> None:

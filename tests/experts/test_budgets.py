@@ -22,22 +22,22 @@ from tests.shapes import examples
 def test_shares_are_exactly_the_total_within_bounds(layers: list[tuple[float, int, int]], at: float) -> None:
     weights = np.array([weight for weight, _, _ in layers])
     least = np.array([low for _, low, _ in layers])
-    most = least + [more for _, _, more in layers]
-    total = int(least.sum() + round(at * (most.sum() - least.sum())))
-    shares = share_out(total, weights, least, most)
+    maximum = least + [more for _, _, more in layers]
+    total = int(least.sum() + round(at * (maximum.sum() - least.sum())))
+    shares = share_out(total, weights, least, maximum)
     assert shares.sum() == total
     assert (least <= shares).all()
-    assert (shares <= most).all()
-    free = (shares > least) & (shares < most)
+    assert (shares <= maximum).all()
+    free = (shares > least) & (shares < maximum)
     if weights.sum() > 1e-3 and free.sum() > 1 and (weights[free] > 1e-3).all():
         ratios = shares[free] / weights[free]
         assert ((ratios.max() - ratios.min()) * weights[free].min() <= 2.0 + 1e-6).all()  # one of rounding each
 
 
 def test_largest_remainders() -> None:
-    least, most = np.full(3, 1), np.full(3, 64)
-    assert share_out(17, np.array([3.0, 2.0, 1.0]), least, most).tolist() == [8, 6, 3]  # 8.5, 5.67, 2.83
-    assert share_out(17, np.zeros(3), least, most).tolist() == [6, 6, 5]
+    least, maximum = np.full(3, 1), np.full(3, 64)
+    assert share_out(17, np.array([3.0, 2.0, 1.0]), least, maximum).tolist() == [8, 6, 3]  # 8.5, 5.67, 2.83
+    assert share_out(17, np.zeros(3), least, maximum).tolist() == [6, 6, 5]
     assert share_out(12, np.array([9.0, 1.0, 0.0]), np.full(3, 2), np.full(3, 7)).tolist() == [7, 3, 2]
 
 

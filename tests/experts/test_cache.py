@@ -66,30 +66,30 @@ class Watched:
         assert guarded <= set(self.where)
         self.where |= brought
         table = self.cache.slot_table
-        there = {(int(at), int(e)): int(table[at, e]) for at, e in np.argwhere(table >= 0)}
-        assert there == self.where
-        assert len(self.cache) == len(there) <= self.cache.capacity
-        assert len(set(there.values())) == len(there)
-        assert all(slot < self.most for slot in there.values())
+        present = {(int(at), int(e)): int(table[at, e]) for at, e in np.argwhere(table >= 0)}
+        assert present == self.where
+        assert len(self.cache) == len(present) <= self.cache.capacity
+        assert len(set(present.values())) == len(present)
+        assert all(slot < self.most for slot in present.values())
 
     def access(self, layer: int, ids: list[int], admit: bool) -> None:
         before = dict(self.where)
-        found = self.cache.access(layer, [[e] for e in ids], [[(e + 1) / 9] for e in ids], admit=admit)
-        assert sorted([*found.hits.tolist(), *found.misses.tolist()]) == sorted(set(ids))
-        for expert, slot in zip(found.hits.tolist(), found.hit_slots.tolist(), strict=True):
+        result = self.cache.access(layer, [[e] for e in ids], [[(e + 1) / 9] for e in ids], admit=admit)
+        assert sorted([*result.hits.tolist(), *result.misses.tolist()]) == sorted(set(ids))
+        for expert, slot in zip(result.hits.tolist(), result.hit_slots.tolist(), strict=True):
             assert before[layer, expert] == slot == self.cache.slot_table[layer, expert]
-        pairs = zip(found.misses.tolist(), found.slots.tolist(), strict=True)
+        pairs = zip(result.misses.tolist(), result.slots.tolist(), strict=True)
         brought = {(layer, expert): slot for expert, slot in pairs if slot >= 0}
         assert admit or not brought
-        self.flush(brought, found.evictions)
+        self.flush(brought, result.evictions)
 
     def prefetch(self, layer: int, ids: list[int], just_used: list[tuple[int, int]]) -> None:
         hits = self.cache.stats.accesses
-        found = self.cache.prefetch(layer, ids)
-        assert not {tuple(row) for row in found.evictions.tolist()} & set(just_used)
+        result = self.cache.prefetch(layer, ids)
+        assert not {tuple(row) for row in result.evictions.tolist()} & set(just_used)
         assert self.cache.stats.accesses == hits
-        pairs = zip(found.ids.tolist(), found.slots.tolist(), strict=True)
-        self.flush({(layer, expert): slot for expert, slot in pairs}, found.evictions)
+        pairs = zip(result.ids.tolist(), result.slots.tolist(), strict=True)
+        self.flush({(layer, expert): slot for expert, slot in pairs}, result.evictions)
 
     def lease(self, layer: int, ids: list[int]) -> None:
         self.cache.lease(layer, ids)
@@ -108,8 +108,8 @@ class Watched:
         self.most = max(self.most, capacity)
         pins = self.cache.pinned
         gone = self.cache.resize(capacity)
-        kept = self.cache.pinned
-        assert kept == pins[: len(kept)]  # the latest pins end first
+        retained = self.cache.pinned
+        assert retained == pins[: len(retained)]  # the latest pins end first
         self.flush({}, gone)
 
 
@@ -161,9 +161,9 @@ def test_whatever_happens_places_are_conserved(
         elif word == "unpin":
             cache.unpin(layer, ids[0])
         elif word == "swap":
-            there = dict(watched.where)
+            present = dict(watched.where)
             cache.swap(EVICTIONS[sum(ids) % len(EVICTIONS)])
-            assert watched.where == there
+            assert watched.where == present
             watched.flush({}, None)
         elif not layered:
             watched.resize(sum(ids))
@@ -177,11 +177,11 @@ def test_whatever_happens_places_are_conserved(
 def test_a_batch_needs_more_than_there_is() -> None:
     cache = make(2)
     cache.access(0, [[5]])
-    found = cache.access(0, [[3, 1], [4, 3]])
-    assert (found.hits.tolist(), found.misses.tolist()) == ([], [1, 3, 4])
-    assert (found.slots >= 0).tolist() == [True, True, False]
-    assert found.evictions.tolist() == [[0, 5]]
-    assert found.counts.tolist() == [0, 1, 0, 2, 1, 0]
+    result = cache.access(0, [[3, 1], [4, 3]])
+    assert (result.hits.tolist(), result.misses.tolist()) == ([], [1, 3, 4])
+    assert (result.slots >= 0).tolist() == [True, True, False]
+    assert result.evictions.tolist() == [[0, 5]]
+    assert result.counts.tolist() == [0, 1, 0, 2, 1, 0]
     assert cache.stats.bypasses == 1
 
 
@@ -209,11 +209,11 @@ def test_kept_out_is_counted_as_missing_and_does_not_come() -> None:
     watching._predictors["previous"] = Watching(3, 6)
     cache = make(4, predictor=watching)
     cache.access(1, [[0, 2]])
-    found = cache.access(1, [[0, 3], [3, 5], [1, 3]], [[0.5, 0.25]] * 3, keep_out={0, 3, 4})
-    assert found.hits.tolist() == [0]
-    assert (found.misses.tolist(), found.kept_out.tolist()) == ([1, 5], [3])
-    assert len(found.slots) == 2 and (found.slots >= 0).all()
-    assert found.counts.tolist() == [1, 1, 0, 3, 0, 1]
+    result = cache.access(1, [[0, 3], [3, 5], [1, 3]], [[0.5, 0.25]] * 3, keep_out={0, 3, 4})
+    assert result.hits.tolist() == [0]
+    assert (result.misses.tolist(), result.kept_out.tolist()) == ([1, 5], [3])
+    assert len(result.slots) == 2 and (result.slots >= 0).all()
+    assert result.counts.tolist() == [1, 1, 0, 3, 0, 1]
     assert not cache.contains(1, 3)
     assert cache.stats.misses[1].tolist() == [1, 1, 1, 1, 0, 1]
     assert (cache.stats.bypasses, cache.clock) == (1, 6)
@@ -229,10 +229,10 @@ def test_keeping_all_out_is_bringing_nothing_in(eviction: str) -> None:
     for number in range(60):
         layer, ids, scores = int(rng.integers(3)), rng.integers(6, size=(2, 2)), rng.random((2, 2))
         some = number % 3 == 0
-        mine = one.access(layer, ids, scores, admit=not some)
+        selected = one.access(layer, ids, scores, admit=not some)
         its = other.access(layer, ids, scores, keep_out=range(6) if some else ())
-        assert mine.hits.tolist() == its.hits.tolist()
-        assert mine.misses.tolist() == [*its.misses, *its.kept_out]
+        assert selected.hits.tolist() == its.hits.tolist()
+        assert selected.misses.tolist() == [*its.misses, *its.kept_out]
         assert counted(one) == counted(other)
         assert (one.slot_table == other.slot_table).all()
 
@@ -250,8 +250,8 @@ def test_ids_of_any_integer_type(dtype: type) -> None:
 
 def test_an_empty_batch() -> None:
     cache = make(4)
-    found = cache.access(0, np.zeros((0, 2), np.int64))
-    assert (len(found.hits), len(found.misses), found.evictions.shape) == (0, 0, (0, 2))
+    result = cache.access(0, np.zeros((0, 2), np.int64))
+    assert (len(result.hits), len(result.misses), result.evictions.shape) == (0, 0, (0, 2))
     assert cache.clock == 0
 
 
@@ -279,12 +279,12 @@ def test_bad_batches_are_refused_and_change_nothing(layer: int, ids: Any, scores
 def test_pins_are_preloaded_layer_by_layer_as_far_as_there_is_room() -> None:
     cache = make(5, pins=(4, 2, 4))
     assert [row[:2] for row in cache.preload] == [(0, 4), (0, 2), (1, 4), (1, 2), (2, 4)]
-    found = cache.access(2, [[0, 4]])
-    assert (found.hits.tolist(), found.slots.tolist(), len(found.evictions)) == ([4], [-1], 0)
+    result = cache.access(2, [[0, 4]])
+    assert (result.hits.tolist(), result.slots.tolist(), len(result.evictions)) == ([4], [-1], 0)
     assert len(make(12, "slru", pins=range(6)).preload) == 9  # what slru protects
     budgets = PerLayerRules(allocation="uniform", min_capacity=1)
-    each = make(6, per_layer=budgets, pins=(1, 2, 3))
-    assert [row[:2] for row in each.preload] == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)]
+    item = make(6, per_layer=budgets, pins=(1, 2, 3))
+    assert [row[:2] for row in item.preload] == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 def test_who_may_be_pinned() -> None:
@@ -319,8 +319,8 @@ def test_a_guess_takes_no_place_of_who_was_just_used() -> None:
     cache.access(1, [[0]])
     cache.access(0, [[1]])
     cache.access(2, [[2]])
-    found = cache.prefetch(1, [5, 4])
-    assert (found.ids.tolist(), found.evictions.tolist()) == ([5], [[0, 1]])
+    result = cache.prefetch(1, [5, 4])
+    assert (result.ids.tolist(), result.evictions.tolist()) == ([5], [[0, 1]])
     assert cache.contains(1, 0)
     assert cache.access(1, [[5]]).hits.tolist() == [5]
     assert cache.stats.prefetched == 1
@@ -347,9 +347,9 @@ def test_filled_ahead_of_the_first_access(eviction: str) -> None:
     cache = make(9, eviction)
     cache.access(1, [[5]])
     wanted = [(0, expert) for expert in range(EXPERTS)] + [(1, 5)] + [(2, expert) for expert in range(EXPERTS)]
-    found = cache.fill(wanted).tolist()
-    assert [(layer, expert) for layer, expert, _ in found] == wanted[:6] + wanted[7:9]
-    assert len({slot for _, _, slot in found}) == 8
+    result = cache.fill(wanted).tolist()
+    assert [(layer, expert) for layer, expert, _ in result] == wanted[:6] + wanted[7:9]
+    assert len({slot for _, _, slot in result}) == 8
     assert (len(cache), cache.stats.accesses, cache.stats.evictions) == (9, 1, 0)
     cache.access(1, [[0]])
     assert cache.access(0, [[0]]).hits.tolist() == [0]

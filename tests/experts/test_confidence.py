@@ -11,9 +11,9 @@ IDS = np.array([4, 1, 7])
 
 def ask(confidence: PrefetchConfidence, *chosen: int, row: int = 0) -> list[int]:
     """Guess `IDS`; ``chosen`` come."""
-    found = confidence.likely(row, IDS).tolist()
+    result = confidence.likely(row, IDS).tolist()
     confidence.flush(row, np.array([chosen]))
-    return found
+    return result
 
 
 def test_nobody_is_trusted_unseen_and_places_are_told_apart() -> None:
@@ -21,7 +21,7 @@ def test_nobody_is_trusted_unseen_and_places_are_told_apart() -> None:
     asked = [ask(confidence, 4, *([1] if time % 2 else [])) for time in range(60)]
     assert asked[0] == []
     assert asked[-1] == [4]
-    assert next(n for n, found in enumerate(asked) if found) == round(SURE / (1 - SURE))
+    assert next(n for n, result in enumerate(asked) if result) == round(SURE / (1 - SURE))
     asked = [ask(confidence, 1, 7) for _ in range(200)]
     assert asked[-1] == [1, 7]
 
@@ -72,7 +72,7 @@ def test_tokens_that_agree_make_an_expert_likelier_and_are_settled_each_with_its
         foresight.flush(0, np.array([[1, 3], [4, 3]] if time % 2 else [[4, 3], [2, 3]]))
     for tokens, wanted in ((1, []), (3, [1])):
         foresight.add(0, np.array([[1, 0]] * tokens), np.repeat(weights, tokens, axis=0))
-        found, chances = foresight.likely(0)
-        assert found.tolist() == wanted
+        result, chances = foresight.likely(0)
+        assert result.tolist() == wanted
         foresight.flush(0, np.array([[1, 3]] * tokens))
     assert 0.8 < chances[0] < 0.95

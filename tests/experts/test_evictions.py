@@ -48,10 +48,10 @@ def compare(cache: ExpertCache, model: slow.Slow, layer: int, ids: np.ndarray, s
     distinct = np.unique(ids)
     means = [1.0 if scores is None else float(scores[ids == i].sum() / (ids == i).sum()) for i in distinct]
     expected = slow.serve(model, (distinct + layer * EXPERTS).tolist(), means)
-    found = cache.access(layer, ids, scores)
+    result = cache.access(layer, ids, scores)
     base = layer * EXPERTS
-    assert ((found.hits + base).tolist(), (found.misses + base).tolist(), (found.slots >= 0).tolist()) == expected
-    assert (found.evictions[:, 0] * EXPERTS + found.evictions[:, 1]).tolist() == model.left
+    assert ((result.hits + base).tolist(), (result.misses + base).tolist(), (result.slots >= 0).tolist()) == expected
+    assert (result.evictions[:, 0] * EXPERTS + result.evictions[:, 1]).tolist() == model.left
     assert sorted(model.residents()) == np.flatnonzero(cache.slot_table >= 0).tolist()
 
 
@@ -101,8 +101,8 @@ def test_an_access_of_one_id_spares_nobody_who_lacks_accesses() -> None:
         key = min(EXPERTS - 1, int(rng.zipf(1.4)) - 1)
         cache.access(0, [[key]])
         history = [*history, key][-20:]
-        kept = np.flatnonzero(cache.slot_table[0] >= 0).tolist()
-        assert all(history.count(other) / len(history) >= 0.1 for other in kept)
+        retained = np.flatnonzero(cache.slot_table[0] >= 0).tolist()
+        assert all(history.count(other) / len(history) >= 0.1 for other in retained)
 
 
 @pytest.mark.parametrize("name", [*EVICTIONS.names(), *LAYERED])
@@ -112,8 +112,8 @@ def test_nobody_finds_more_than_belady(name: str, keys: list[int], capacity: int
     future = [(0, [key]) for key in keys]
     cache = ExpertCache(capacity=capacity, num_layers=1, num_experts=6, eviction=name, future=future)
     hits = int(cache.access_each(np.zeros(len(keys), int), keys).sum())
-    most = slow.most_hits([[key] for key in keys], capacity)
-    assert hits == most if name == "belady" else hits <= most
+    maximum = slow.most_hits([[key] for key in keys], capacity)
+    assert hits == maximum if name == "belady" else hits <= maximum
 
 
 @pytest.mark.parametrize("name", [*NAMES, "reuse", *LAYERED])

@@ -40,6 +40,6 @@ def test_memory_pressure() -> None:
     assert heard == [0, 1, 2, 3]
     assert (len(cache), cache.stats.pressed) == (5, 4)
     # A batch is never pressed out by itself.
-    found = cache.access(2, [[0], [1], [2], [3], [4], [5]])
-    assert (found.slots >= 0).all()
+    result = cache.access(2, [[0], [1], [2], [3], [4], [5]])
+    assert (result.slots >= 0).all()
     assert len(cache) == 6

@@ -31,24 +31,24 @@ def test_hybrid_is_the_best_of_all_subsets(
 ) -> None:
     n, many = len(tokens), np.array(tokens, dtype=np.int64)
     cpu_s = base_s + each_s * many
-    found = place_misses(many, HYBRID, fetch_s=fetch_s, cpu_s=cpu_s, fixed_s=fixed_s)
+    result = place_misses(many, HYBRID, fetch_s=fetch_s, cpu_s=cpu_s, fixed_s=fixed_s)
     seconds = {
         (max(fetch_s * size, fixed_s + sum(cpu_s[i] for i in range(n) if i not in chosen) if size < n else 0.0), size)
         for size in range(n + 1)
         for chosen in combinations(range(n), size)
     }
     least = min(took for took, _ in seconds)
-    assert found.seconds == pytest.approx(least)
-    assert len(found.fetched) == max(size for took, size in seconds if took == pytest.approx(least))
-    assert sorted([*found.fetched.tolist(), *found.computed.tolist()]) == list(range(n))
+    assert result.seconds == pytest.approx(least)
+    assert len(result.fetched) == max(size for took, size in seconds if took == pytest.approx(least))
+    assert sorted([*result.fetched.tolist(), *result.computed.tolist()]) == list(range(n))
 
 
 def test_products_that_cost_anything_are_placed_by_cost_not_by_tokens() -> None:
     schedule = replace(HYBRID, priority_routing=True)
-    found = place_misses(np.array([1, 2, 3]), schedule, fetch_s=1.0, cpu_s=np.array([9.0, 0.5, 0.5]))
-    assert found.fetched.tolist() == [0]
-    assert found.computed.tolist() == [2, 1]
-    assert (found.link_s, found.cpu_s) == (1.0, 1.0)
+    result = place_misses(np.array([1, 2, 3]), schedule, fetch_s=1.0, cpu_s=np.array([9.0, 0.5, 0.5]))
+    assert result.fetched.tolist() == [0]
+    assert result.computed.tolist() == [2, 1]
+    assert (result.link_s, result.cpu_s) == (1.0, 1.0)
 
 
 def test_the_other_modes_do_not_weigh() -> None:
@@ -71,8 +71,8 @@ def test_fetches_below_the_threshold_are_never_avoided() -> None:
 def test_the_busiest_are_fetched_first_where_that_is_asked_for() -> None:
     tokens = np.array([3, 8, 1, 8])
     for priority, order in ((True, [1, 3, 0, 2]), (False, [0, 1, 2, 3])):
-        found = place_misses(tokens, ScheduleRules(priority_routing=priority), fetch_s=1.0, cpu_s=np.zeros(4))
-        assert found.fetched.tolist() == order
+        result = place_misses(tokens, ScheduleRules(priority_routing=priority), fetch_s=1.0, cpu_s=np.zeros(4))
+        assert result.fetched.tolist() == order
 
 
 def test_mistakes_are_named() -> None:

@@ -54,8 +54,8 @@ def test_frequency_is_a_decayed_share() -> None:
     for layer, ids, counts, mass in batches(2):
         for budget in BUDGETS:
             rounded = {expert: round(share, 12) for expert, share in shares[layer].items()}
-            found = predictor.predict(layer, budget).tolist()
-            assert [rounded[expert] for expert in found] == [rounded[expert] for expert in best(rounded, budget)]
+            result = predictor.predict(layer, budget).tolist()
+            assert [rounded[expert] for expert in result] == [rounded[expert] for expert in best(rounded, budget)]
         predictor.observe(layer, ids, counts, mass)
         for expert in shares[layer]:
             shares[layer][expert] *= 0.75  # type: ignore[assignment]
@@ -113,10 +113,10 @@ def test_affinity_is_learned_like_a_dictionary(decay: float) -> None:
     for step, (layer, ids, counts, mass) in enumerate(batches(4)):
         scores = slow.predict(layer, 0.30137)
         for budget in BUDGETS:
-            found, wanted = fast.predict(layer, budget).tolist(), best(scores, budget)
-            predicted += len(found)
-            assert len(found) == len(wanted)
-            assert [scores[e] for e in found] == pytest.approx([scores[e] for e in wanted], abs=1e-5)
+            result, wanted = fast.predict(layer, budget).tolist(), best(scores, budget)
+            predicted += len(result)
+            assert len(result) == len(wanted)
+            assert [scores[e] for e in result] == pytest.approx([scores[e] for e in wanted], abs=1e-5)
         if step % 17 == 5:
             continue  # a batch that nobody told of: what follows is no neighbour of what was
         fast.observe(layer, ids, counts, mass)

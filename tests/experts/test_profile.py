@@ -16,10 +16,10 @@ MODEL = {"model_type": "mixtral", "num_layers": 3, "num_experts": 5, "top_k": 2,
 
 
 def profile(counts: object = None, **changes: object) -> ActivationProfile:
-    found = ActivationProfile(model={**MODEL, **changes}, num_layers=3, num_experts=5)
+    result = ActivationProfile(model={**MODEL, **changes}, num_layers=3, num_experts=5)
     if counts is not None:
-        found.add(np.asarray(counts, dtype=np.float64), 7)
-    return found
+        result.add(np.asarray(counts, dtype=np.float64), 7)
+    return result
 
 
 def test_half_lives_one_access_at_a_time() -> None:
@@ -39,29 +39,29 @@ def test_half_lives_one_access_at_a_time() -> None:
 
 
 def test_without_a_half_life_counts_are_whole() -> None:
-    found = profile()
-    found.record(1, np.array([4, 0]), np.array([3, 2]))
-    found.record(1, np.array([4]), np.array([1]))
-    assert found.counts.tolist() == [[0] * 5, [2, 0, 0, 0, 4], [0] * 5]
-    assert found.accesses == 3
+    result = profile()
+    result.record(1, np.array([4, 0]), np.array([3, 2]))
+    result.record(1, np.array([4]), np.array([1]))
+    assert result.counts.tolist() == [[0] * 5, [2, 0, 0, 0, 4], [0] * 5]
+    assert result.accesses == 3
     with pytest.raises(ConfigError, match="half_life must be above 0"):
         ActivationProfile(model=MODEL, num_layers=1, num_experts=1, half_life=0.0)
 
 
 def test_the_busiest_first_and_equal_ones_by_id() -> None:
-    found = profile([[2, 5, 2, 0, 5], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-    assert likeliest(found.counts[0], 9).tolist() == [1, 4, 0, 2]
-    assert likeliest(found.counts[1], 3).tolist() == []
-    assert likeliest(found.counts[2], 3).tolist() == [0, 1, 2]
+    result = profile([[2, 5, 2, 0, 5], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    assert likeliest(result.counts[0], 9).tolist() == [1, 4, 0, 2]
+    assert likeliest(result.counts[1], 3).tolist() == []
+    assert likeliest(result.counts[2], 3).tolist() == [0, 1, 2]
 
 
 def test_residents_are_each_layers_busiest() -> None:
-    found = profile([[2, 5, 3, 0, 0], [90, 80, 70, 60, 0], [0, 0, 1, 0, 0]])
+    result = profile([[2, 5, 3, 0, 0], [90, 80, 70, 60, 0], [0, 0, 1, 0, 0]])
     ranked = [[1, 0], [0, 1], [2, 2], [1, 1], [0, 2], [1, 2], [0, 0], [1, 3]]
-    assert found.residents(4).tolist() == ranked[:4]
-    assert found.residents(100).tolist() == ranked
-    assert found.residents(0).tolist() == []
-    assert found.residents(np.array([1, 3, 0])).tolist() == [[1, 0], [0, 1], [1, 1], [1, 2]]
+    assert result.residents(4).tolist() == ranked[:4]
+    assert result.residents(100).tolist() == ranked
+    assert result.residents(0).tolist() == []
+    assert result.residents(np.array([1, 3, 0])).tolist() == [[1, 0], [0, 1], [1, 1], [1, 2]]
 
 
 def test_fingerprints_follow_the_values_and_not_their_order() -> None:
@@ -99,9 +99,9 @@ def test_only_profiles_of_one_model_are_merged_or_compared() -> None:
 def test_distance_layer_by_layer() -> None:
     one = profile([[8, 1, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
     two = profile([[0, 5, 5, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
-    found = one.distance(two, 2)
-    assert found.total_variation.tolist() == pytest.approx([0.8, 1.0, 0.0])
-    assert found.overlap.tolist() == [0.5, 0.0, 1.0]
+    result = one.distance(two, 2)
+    assert result.total_variation.tolist() == pytest.approx([0.8, 1.0, 0.0])
+    assert result.overlap.tolist() == [0.5, 0.0, 1.0]
     same = one.distance(profile(one.counts * 3), 2)
     assert (same.total_variation.max(), same.overlap.min()) == (0.0, 1.0)
 
@@ -113,9 +113,9 @@ def test_transitions_of_a_predictor_are_a_profiles() -> None:
     affinity.observe(0, np.array([2]), one.astype(np.int64), one)
     affinity.observe(1, np.array([4]), one.astype(np.int64), one)
     again = AffinityPredictor(3, 5)
-    kept = merge([profile()])
-    kept.transitions = Transitions(matrix=affinity.matrix, times=affinity.times)
-    merged = merge([kept, profile()]).transitions
+    retained = merge([profile()])
+    retained.transitions = Transitions(matrix=affinity.matrix, times=affinity.times)
+    merged = merge([retained, profile()]).transitions
     assert merged is not None
     again.learned(merged)
     assert again.matrix[0, 2].tolist() == [0, 0, 0, 0, 1]

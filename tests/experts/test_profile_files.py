@@ -17,14 +17,14 @@ MODEL: Facts = {"model_type": "olmoe", "num_layers": 2, "num_experts": 3, "top_k
 
 
 def saved(path: Path, half_life: float | None = None, *, transitions: bool = False) -> ActivationProfile:
-    found = ActivationProfile(model=MODEL, num_layers=2, num_experts=3, half_life=half_life)
-    found.record(0, np.array([2, 0]), np.array([5, 1]))
-    found.record(1, np.array([1]), np.array([6]))
+    result = ActivationProfile(model=MODEL, num_layers=2, num_experts=3, half_life=half_life)
+    result.record(0, np.array([2, 0]), np.array([5, 1]))
+    result.record(1, np.array([1]), np.array([6]))
     if transitions:
         matrix = np.random.default_rng(1).random((2, 3, 3), dtype=np.float32)
-        found.transitions = Transitions(matrix=matrix, times=np.arange(6).reshape(2, 3))
-    save_profile(found, path)
-    return found
+        result.transitions = Transitions(matrix=matrix, times=np.arange(6).reshape(2, 3))
+    save_profile(result, path)
+    return result
 
 
 def loaded(path: Path, **changes: object) -> ActivationProfile:
@@ -43,15 +43,15 @@ def test_round_trip(tmp_path: Path, half_life: float | None) -> None:
     assert after.transitions is not None
     assert after.transitions.times.tolist() == before.transitions.times.tolist()
     np.testing.assert_allclose(after.transitions.matrix, before.transitions.matrix, atol=0.5e-4)
-    assert [each.name for each in path.parent.iterdir()] == ["experts.json"]
+    assert [path.name for path in path.parent.iterdir()] == ["experts.json"]
 
 
 def test_the_file_says_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "experts.json"
-    found = saved(path)
+    result = saved(path)
     assert json.loads(path.read_text()) == {
         "format": "moelight expert profile 1",
-        "fingerprint": found.fingerprint,
+        "fingerprint": result.fingerprint,
         "model": MODEL,
         "num_layers": 2,
         "num_experts": 3,
@@ -96,10 +96,10 @@ LEARNED = {"times": [[0] * 3] * 2, "per_10000": [[[0] * 3] * 3] * 2}
 def test_a_value_that_cannot_be_is_refused(tmp_path: Path, key: str, value: object, complaint: str) -> None:
     path = tmp_path / "experts.json"
     saved(path)
-    found = json.loads(path.read_text())
+    result = json.loads(path.read_text())
     if key == "fingerprint":
-        del found["model"]
-    path.write_text(json.dumps({**found, key: value}))
+        del result["model"]
+    path.write_text(json.dumps({**result, key: value}))
     with pytest.raises(ConfigError, match=f"experts.json: .*{complaint}"):
         loaded(path)
 
@@ -108,9 +108,9 @@ def test_a_value_that_cannot_be_is_refused(tmp_path: Path, key: str, value: obje
 def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
     path = tmp_path / "experts.json"
     saved(path)
-    found = json.loads(path.read_text())
-    del found[key]
-    path.write_text(json.dumps(found))
+    result = json.loads(path.read_text())
+    del result[key]
+    path.write_text(json.dumps(result))
     with pytest.raises(ConfigError, match=f"key '{key}' is missing; make a new one with --save-expert-profile"):
         loaded(path)
 

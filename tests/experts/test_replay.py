@@ -45,8 +45,8 @@ def policy(slots: int, eviction: str = "lru", **parts: Any) -> ExpertPolicy:
 
 
 def one(rows: Any, chosen: ExpertPolicy, shape: Shape = SHAPE, machine: MachineCosts | None = None) -> Outcome:
-    [found] = replay_trace(rows, shape, [chosen], machine)
-    return found
+    [result] = replay_trace(rows, shape, [chosen], machine)
+    return result
 
 
 single = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), min_size=1, max_size=60)
@@ -55,7 +55,7 @@ single = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS -
 @examples(25)
 @given(single, st.integers(1, 9), st.sampled_from(["lru", "lfu", "slru", "score", "lfu|lru", "lru|lfu"]))
 def test_one_id_at_a_time_hits_as_the_slow_model(accesses: list[tuple[int, int]], slots: int, name: str) -> None:
-    found = one(
+    result = one(
         rows_of((layer, [expert]) for layer, expert in accesses), policy(slots, name, rules={"frequency_decay": 0.5})
     )
     model = slow_of(name, slots)
@@ -64,9 +64,9 @@ def test_one_id_at_a_time_hits_as_the_slow_model(accesses: list[tuple[int, int]]
         hit, _, _ = slow.serve(model, [layer * EXPERTS + expert], [1.0])
         hits += len(hit)
         left += len(model.left)
-    assert (found.hits, found.misses, found.evictions) == (hits, len(accesses) - hits, left)
-    assert found.max_resident <= slots and found.bytes == 100 * found.misses
-    assert (found.stall_s, found.tokens_per_s) == (None, None)
+    assert (result.hits, result.misses, result.evictions) == (hits, len(accesses) - hits, left)
+    assert result.max_resident <= slots and result.bytes == 100 * result.misses
+    assert (result.stall_s, result.tokens_per_s) == (None, None)
 
 
 @examples(60)
@@ -80,20 +80,20 @@ def test_the_bound_is_the_most_that_can_be(
 ) -> None:
     rows, shape = rows_of((layer, sorted(ids)) for layer, ids in accesses), Shape(layers=(0, 1), num_experts=4)
     batches = [[layer * 4 + expert for expert in ids] for layer, ids in accesses]
-    own = replace(UNIFORM, total_budget=slots)
+    original = replace(UNIFORM, total_budget=slots)
     chosen = [
         policy(slots, name, rules={"pin": pin}, per_layer=layers)
         for name in ("lru", "slru", "lfu|lru", "reuse")
-        for layers in (None, own)
+        for layers in (None, original)
         if layers is None or slots > 1
     ]
-    begun = {layer * 4 + expert for each in chosen for layer, expert in Replay(each, shape).begins_with}
-    found = bound(rows, shape, slots, policies=chosen)
-    assert found.hits == slow.most_hits(batches, slots, begun)
+    begun = {layer * 4 + expert for item in chosen for layer, expert in Replay(item, shape).begins_with}
+    result = bound(rows, shape, slots, policies=chosen)
+    assert result.hits == slow.most_hits(batches, slots, begun)
     assert bound(rows, shape, slots).hits == slow.most_hits(batches, slots)
-    assert found.max_resident <= slots
-    for each in chosen:
-        assert one(rows, each, shape).hits <= found.hits
+    assert result.max_resident <= slots
+    for item in chosen:
+        assert one(rows, item, shape).hits <= result.hits
 
 
 def test_a_hit_may_leave_for_a_miss_of_its_own_batch() -> None:
@@ -106,9 +106,9 @@ def test_a_batch_is_its_distinct_ids_with_their_tokens(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t", [(4, [1, 1, 2, 1]), (9, [3]), (4, [2, 1]), (9, [])])
     trace = Trace(path)
     assert trace.shape == Shape(layers=(4, 9), num_experts=4)
-    found = one(trace, policy(8), trace.shape)
-    assert (found.accesses, found.hits, found.misses, found.bytes) == (5, 2, 3, None)
-    assert found.as_dict()["hit_rate"] == pytest.approx(0.4)
+    result = one(trace, policy(8), trace.shape)
+    assert (result.accesses, result.hits, result.misses, result.bytes) == (5, 2, 3, None)
+    assert result.as_dict()["hit_rate"] == pytest.approx(0.4)
 
 
 def test_rows_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def seconds(machine: MachineCosts, passes: list[list[list[int]]], chosen: Expert
             hits = [expert for expert in sorted(tokens) if keys[expert] in near]
             misses = [expert for expert in sorted(tokens) if keys[expert] not in near]
             now += machine.lead_s(layer, len(ids) / 8)
-            there = now + len(misses) * machine.fetch_s
+            present = now + len(misses) * machine.fetch_s
             now += sum(float(machine.resident_s(np.array([tokens[expert]]))[0]) for expert in hits)
-            stall += max(0.0, there - now)
-            now = max(now, there) + sum(float(machine.resident_s(np.array([tokens[expert]]))[0]) for expert in misses)
+            stall += max(0.0, present - now)
+            now = max(now, present) + sum(float(machine.resident_s(np.array([tokens[expert]]))[0]) for expert in misses)
             pages += len(misses)
             for expert in (*hits, *misses):
                 if keys[expert] in near:
@@ -171,11 +171,11 @@ def test_seconds_without_guesses(machine: MachineCosts) -> None:
     passes = [[rng.choice(24, 8, replace=False).tolist() + [0] * 8 for _ in range(16)] for _ in range(6)]
     rows = rows_of((layer, ids) for layers in passes for layer, ids in enumerate(layers))
     chosen = policy(200)
-    found = one(rows, chosen, Shape.of(MODEL), machine)
+    result = one(rows, chosen, Shape.of(MODEL), machine)
     now, stall, pages = seconds(machine, passes, chosen)
-    assert found.total_s == pytest.approx(now) and found.stall_s == pytest.approx(stall)
-    assert found.bytes == pages * machine.page_bytes
-    assert found.tokens_per_s == pytest.approx(6 * 2 / now)
+    assert result.total_s == pytest.approx(now) and result.stall_s == pytest.approx(stall)
+    assert result.bytes == pages * machine.page_bytes
+    assert result.tokens_per_s == pytest.approx(6 * 2 / now)
 
 
 def again(ids: list[int], times: int) -> Any:
@@ -198,7 +198,7 @@ def test_guesses_that_come_true_shorten_the_wait_and_change_no_hit() -> None:
 
 def test_what_does_not_overlap_waits_longer() -> None:
     rows, shape = again([1, 2, 3, 4, 5, 6, 7, 8], 4), Shape.of(MODEL)
-    both = [one(rows, policy(64, schedule=ScheduleRules(overlap=each)), shape, T4) for each in (True, False)]
+    both = [one(rows, policy(64, schedule=ScheduleRules(overlap=item)), shape, T4) for item in (True, False)]
     assert both[0].stall_s is not None and both[1].stall_s is not None
     assert both[0].stall_s <= both[1].stall_s and both[0].hits == both[1].hits
 
@@ -210,7 +210,7 @@ def test_where_misses_are_computed() -> None:
         Shape.of(MODEL),
     )
     schedules = [T4.schedule(mode) for mode in ("gpu_only", "hybrid", "cpu_fallback")]
-    fetch, hybrid, compute = (one(trace, policy(128, schedule=each), shape, T4) for each in schedules)
+    fetch, hybrid, compute = (one(trace, policy(128, schedule=schedule), shape, T4) for schedule in schedules)
     assert fetch.bytes is not None and hybrid.bytes is not None
     assert compute.bytes == 0 and compute.evictions == 0 and compute.hits > 0 and compute.max_resident == 128
     assert 0 < hybrid.bytes < fetch.bytes and not hybrid.notes

@@ -180,7 +180,7 @@ def test_memory_pressure_fires_only_where_it_changes_something(headroom: float, 
     if leave:
         assert 1 < run.adapting.changes <= 1 + pressed[-1]
     else:
-        assert [each.access for each in run.adapting.log] == [1] and not pressed[-1]
+        assert [item.access for item in run.adapting.log] == [1] and not pressed[-1]
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: f"{action.kind}-{action.name}")
@@ -192,7 +192,7 @@ def test_a_rule_fires_on_the_run_at_its_access(action: Action) -> None:
         run.access(*batch)
         accesses.append(run.cache.clock)
         assert bool(run.adapting.log) == (run.cache.clock >= 40)
-    assert [each.access for each in run.adapting.log] == [40]
+    assert [item.access for item in run.adapting.log] == [40]
     assert run.adapting.log[0].failure is None
 
 
@@ -210,8 +210,8 @@ def test_the_figures_of_a_run_judge_its_room() -> None:
 def test_without_rules_it_is_the_cache() -> None:
     run, cache = residency(policy()), ExpertCache.of(policy(), num_layers=LAYERS, num_experts=EXPERTS)
     for batch in batches(5):
-        mine, its = run.access(*batch), cache.access(*batch)
-        assert (mine.hits.tolist(), mine.slots.tolist()) == (its.hits.tolist(), its.slots.tolist())
+        selected, its = run.access(*batch), cache.access(*batch)
+        assert (selected.hits.tolist(), selected.slots.tolist()) == (its.hits.tolist(), its.slots.tolist())
     assert run.monitor is None
     assert run.adapting is None
     assert run.counted is None
@@ -222,16 +222,16 @@ def test_without_rules_it_is_the_cache() -> None:
 def test_a_profile_fills_the_cache_before_the_first_batch(
     eviction: tuple[str, ...], per_layer: PerLayerRules | None
 ) -> None:
-    known = ActivationProfile(model={}, num_layers=LAYERS, num_experts=EXPERTS)
-    known.add(np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)[:, ::-1].copy(), 1)
+    known_names = ActivationProfile(model={}, num_layers=LAYERS, num_experts=EXPERTS)
+    known_names.add(np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)[:, ::-1].copy(), 1)
     capacity = 10 if per_layer is None else 4
     asked = policy(cache={"capacity": Capacity(value=capacity), "eviction": eviction, "pin": (6,)}, per_layer=per_layer)
-    run = residency(asked, profile=known)
+    run = residency(asked, profile=known_names)
     assert len(run.cache) == 10
-    found = run.begin_with.tolist()
-    assert [key[:2] for key in found[:3]] == [[0, 6], [1, 6], [2, 6]]
-    assert {(layer, expert) for layer, expert, _ in found} == residents(run.cache)
-    assert all(run.cache.slot_table[layer, expert] == slot for layer, expert, slot in found)
+    result = run.begin_with.tolist()
+    assert [key[:2] for key in result[:3]] == [[0, 6], [1, 6], [2, 6]]
+    assert {(layer, expert) for layer, expert, _ in result} == residents(run.cache)
+    assert all(run.cache.slot_table[layer, expert] == slot for layer, expert, slot in result)
     assert all(run.cache.contains(layer, expert) for layer in range(LAYERS) for expert in (0, 1))
     assert run.cache.stats.accesses == run.cache.stats.prefetched == run.cache.stats.evictions == 0
     first = run.access(1, np.array([[0, 1]]))
@@ -257,8 +257,8 @@ def test_warm_pinning_at_the_first_batch_after_enough_accesses() -> None:
     assert 0 < len(run.warm.pinned) <= LAYERS
     assert run.cache.pinned == sorted(run.cache.pinned, key=run.cache.pinned.index)
     assert sorted(run.cache.pinned) == [tuple(key) for key in run.warm.pinned.tolist()]
-    said = run.stats()["warm_pin"]
-    assert said["pre_warm_accesses"] + said["post_warm_accesses"] == run.cache.clock
+    message = run.stats()["warm_pin"]
+    assert message["pre_warm_accesses"] + message["post_warm_accesses"] == run.cache.clock
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -295,9 +295,9 @@ def test_what_was_learned_is_saved_and_known_the_next_time() -> None:
     assert saved.transitions is not None
     later = residency(policy(), profile=saved)  # affinity comes in by a rule, perhaps
     later.cache.predictor.use("affinity")
-    found = later.cache.predictor.affinity
-    assert found is not None
-    assert (found.matrix == saved.transitions.matrix).all()
+    result = later.cache.predictor.affinity
+    assert result is not None
+    assert (result.matrix == saved.transitions.matrix).all()
     foreign = ActivationProfile(model={}, num_layers=LAYERS, num_experts=EXPERTS)
     foreign.transitions = saved.transitions
     with pytest.raises(ConfigError, match="this model needs"):
@@ -311,8 +311,8 @@ def test_placement_follows_the_mode_in_force() -> None:
     costs = {"fetch_s": 0.01, "cpu_s": np.array([0.001, 0.5])}
     assert run.place_missing(np.array([1, 9]), **costs).fetched.tolist() == [1, 0]
     run.controls.do(Action(kind="set", name="schedule_mode", value="hybrid"))
-    found = run.place_missing(np.array([1, 9]), **costs)
-    assert (found.fetched.tolist(), found.computed.tolist()) == ([1], [0])
+    result = run.place_missing(np.array([1, 9]), **costs)
+    assert (result.fetched.tolist(), result.computed.tolist()) == ([1], [0])
     assert run.place_missing(np.array([1, 9]), fetch_s=0.0005, cpu_s=costs["cpu_s"]).computed.size == 0
 
 
@@ -330,11 +330,11 @@ def test_stats_are_json() -> None:
         if layer < 2:
             run.access(layer, ids, scores)
             run.ahead(layer)
-    said = run.stats({"fetch_s": 1.5})
-    assert json.loads(json.dumps(said)) == said
-    assert said["layers"][2]["note"] == "no accesses"
-    assert said["cache"]["eviction"] == "lfu"
-    assert sum(said["cache"]["budgets"]) == 9
-    assert said["predictor"]["quality"]["history"]["issued"] > 0
-    assert said["adaptations"]["changes"] == 1
+    message = run.stats({"fetch_s": 1.5})
+    assert json.loads(json.dumps(message)) == message
+    assert message["layers"][2]["note"] == "no accesses"
+    assert message["cache"]["eviction"] == "lfu"
+    assert sum(message["cache"]["budgets"]) == 9
+    assert message["predictor"]["quality"]["history"]["issued"] > 0
+    assert message["adaptations"]["changes"] == 1
     assert Controls(asked, run.cache).schedule == asked.schedule

@@ -113,7 +113,7 @@ def test_it_keeps_the_busy_where_lru_has_nothing_left(per_layer: PerLayerRules |
     """Sweeps over four layers of which each uses more than its part: LRU always evicts what comes next."""
     rng = np.random.default_rng(5)
     busy = rng.permuted(np.tile(1.0 / np.arange(1, 17), (4, 1)), axis=1)
-    found = {}
+    result = {}
     caches = {
         "lru": ExpertCache(capacity=16, num_layers=4, num_experts=16, eviction="lru"),
         "reuse": ExpertCache(capacity=16, num_layers=4, num_experts=16, eviction="reuse", per_layer=per_layer),
@@ -123,9 +123,9 @@ def test_it_keeps_the_busy_where_lru_has_nothing_left(per_layer: PerLayerRules |
             ids = rng.choice(16, size=(1, 6), replace=False, p=busy[layer] / busy[layer].sum())
             for cache in caches.values():
                 cache.access(layer, ids)
-    found = {name: cache.stats.hit_rate for name, cache in caches.items()}
-    assert found["reuse"] > 0.45
-    assert found["reuse"] > 1.3 * found["lru"], found
+    result = {name: cache.stats.hit_rate for name, cache in caches.items()}
+    assert result["reuse"] > 0.45
+    assert result["reuse"] > 1.3 * result["lru"], result
 
 
 @pytest.mark.parametrize(("experts", "power"), [(64, 1.0), (64, 1.2), (256, 1.0), (8, 1.0)])
@@ -134,11 +134,11 @@ def test_on_steady_skewed_traffic_it_finds_what_lfu_finds(experts: int, power: f
     rng = np.random.default_rng(experts)
     shares = np.arange(1, experts + 1) ** -power
     ids = rng.permutation(experts)[rng.choice(experts, 5000, p=shares / shares.sum())]
-    found = {}
+    result = {}
     for name in ("lfu", "reuse"):
         cache = ExpertCache(capacity=experts // 4, num_layers=1, num_experts=experts, eviction=name, per_layer=UNIFORM)
-        found[name] = cache.access_each(np.zeros(len(ids), np.int64), ids).mean()
-    assert found["reuse"] >= found["lfu"] - 0.005, found
+        result[name] = cache.access_each(np.zeros(len(ids), np.int64), ids).mean()
+    assert result["reuse"] >= result["lfu"] - 0.005, result
 
 
 def test_a_rare_guest_passes_by() -> None:

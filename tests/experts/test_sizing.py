@@ -14,8 +14,8 @@ def plan(**changes: int) -> SlotPlan:
     return plan_slots(**(sizes | changes))
 
 
-def summary(found: SlotPlan) -> tuple[int, int, int, str]:
-    return found.slots, found.recommended, found.budget, found.status.value
+def summary(result: SlotPlan) -> tuple[int, int, int, str]:
+    return result.slots, result.recommended, result.budget, result.status.value
 
 
 def test_statuses() -> None:

@@ -19,9 +19,9 @@ def make(capacity: int, eviction: str = "slru") -> ExpertCache:
 
 
 def pool(cache: ExpertCache) -> Slru:
-    found = cache._pools[0]
-    assert isinstance(found, Slru)
-    return found
+    result = cache._pools[0]
+    assert isinstance(result, Slru)
+    return result
 
 
 def probation(cache: ExpertCache) -> list[int]:
@@ -97,8 +97,8 @@ def test_the_fewest_accesses_leave_and_of_equals_the_least_recent() -> None:
 def test_the_newest_stays_though_it_was_never_asked_for() -> None:
     cache = make(12)
     ask(cache, 0, 1, 2)
-    found = cache.prefetch(0, [20])
-    assert found.evictions.tolist() == [[0, 0]]
+    result = cache.prefetch(0, [20])
+    assert result.evictions.tolist() == [[0, 0]]
     assert probation(cache) == [1, 2, 20]
     assert ask(cache, 3) == [20]
 
@@ -147,9 +147,9 @@ def test_who_has_room_for_all_never_evicts() -> None:
 
 
 def layers(cache: ExpertCache) -> tuple[set[int], set[int]]:
-    found = cache._pools[0]
-    assert isinstance(found, Layered)
-    return set(found.first.order()), set(found.second.order())
+    result = cache._pools[0]
+    assert isinstance(result, Layered)
+    return set(result.first.order()), set(result.second.order())
 
 
 def test_layers_demote_and_promote() -> None:

@@ -27,10 +27,10 @@ def test_every_layer_says_what_it_has_or_that_it_has_nothing() -> None:
     run = counted()
     run.cache.fill([(1, 2), (0, 3)])
     assert run.cache.pin(1, 2) and run.cache.pin(0, 3)
-    found = run.stats({"fetch_s": 0.5})
-    assert found["policy"] == "mine"
-    assert found["overall"] == {"accesses": 10, "hits": 7, "misses": 3, "hit_rate": 0.7}
-    assert found["layers"] == [
+    result = run.stats({"fetch_s": 0.5})
+    assert result["policy"] == "mine"
+    assert result["overall"] == {"accesses": 10, "hits": 7, "misses": 3, "hit_rate": 0.7}
+    assert result["layers"] == [
         {
             "layer": 0,
             "accesses": 10,
@@ -46,17 +46,17 @@ def test_every_layer_says_what_it_has_or_that_it_has_nothing() -> None:
         },
         {"layer": 1, "accesses": 0, "hit_rate": None, "note": "no accesses"},
     ]
-    assert found["pinned"] == [{"layer": 0, "expert": 3}, {"layer": 1, "expert": 2}]
-    assert found["stalls"] == {"fetch_s": 0.5}
+    assert result["pinned"] == [{"layer": 0, "expert": 3}, {"layer": 1, "expert": 2}]
+    assert result["stalls"] == {"fetch_s": 0.5}
     absent = {"warm_pin", "predictor", "monitor", "adaptations", "sizing"}
-    assert {key for key, value in found.items() if value is None} == absent
+    assert {key for key, value in result.items() if value is None} == absent
 
 
 def test_before_anything_happens() -> None:
-    found = counted(0 * HITS, 0 * MISSES).stats()
-    assert found["overall"] == {"accesses": 0, "hits": 0, "misses": 0, "hit_rate": 0.0}
-    assert [layer["note"] for layer in found["layers"]] == ["no accesses"] * 2
-    assert found["stalls"] is None
+    result = counted(0 * HITS, 0 * MISSES).stats()
+    assert result["overall"] == {"accesses": 0, "hits": 0, "misses": 0, "hit_rate": 0.0}
+    assert [layer["note"] for layer in result["layers"]] == ["no accesses"] * 2
+    assert result["stalls"] is None
 
 
 def test_all_of_it_is_json() -> None:
@@ -74,11 +74,11 @@ def test_all_of_it_is_json() -> None:
     run.adapting.record(7, 3, 0)
     run.cache.fill([(0, 0)])
     run.warm.fire(run.cache)
-    said = run.stats()
-    assert json.loads(json.dumps(said)) == said
-    assert said["warm_pin"]["pinned"] == [{"layer": 0, "experts": [0]}]
-    assert (said["predictor"]["strategy"], said["predictor"]["budget"]) == ("previous", 8)
-    assert said["predictor"]["quality"]["previous"]["useful"] == 2
-    assert said["monitor"]["now"]["hit_rate"] == 0.7
-    assert [note["access"] for note in said["monitor"]["notes"]] == [5, 10]
-    assert said["adaptations"]["log"][0]["to"] == "8"
+    message = run.stats()
+    assert json.loads(json.dumps(message)) == message
+    assert message["warm_pin"]["pinned"] == [{"layer": 0, "experts": [0]}]
+    assert (message["predictor"]["strategy"], message["predictor"]["budget"]) == ("previous", 8)
+    assert message["predictor"]["quality"]["previous"]["useful"] == 2
+    assert message["monitor"]["now"]["hit_rate"] == 0.7
+    assert [note["access"] for note in message["monitor"]["notes"]] == [5, 10]
+    assert message["adaptations"]["log"][0]["to"] == "8"

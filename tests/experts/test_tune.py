@@ -33,23 +33,23 @@ def test_a_share_means_so_many_however_it_is_cut(experts: int) -> None:
 
 
 def seconds(rows, chosen: ExpertPolicy, machine) -> float:  # type: ignore[no-untyped-def]
-    [found] = replay_trace(rows, SHAPE, [chosen], machine)
-    assert found.total_s is not None
-    return found.total_s
+    [result] = replay_trace(rows, SHAPE, [chosen], machine)
+    assert result.total_s is not None
+    return result.total_s
 
 
 def test_more_memory_is_on_the_front_only_where_it_is_faster() -> None:
-    found = tune_policy(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
-    assert [each.outcome.slots for each in found.candidates] == [LAYERS * count for count in (4, 8, 16, 20)]
-    times = [each.outcome.total_s or 0.0 for each in found.front]
-    assert times == sorted(times, reverse=True) and found.best is found.front[-1]
-    assert found == tune_policy(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
-    for each in found.candidates:
-        assert seconds(ROWS, each.policy, LAPTOP) == pytest.approx(each.outcome.total_s)
-        plain = policy(each.outcome.slots)
-        assert each.outcome.total_s is not None and each.outcome.total_s <= seconds(ROWS, plain, LAPTOP)
-        reading = read(format_policy(each.policy))
-        assert not reading.errors and not reading.warnings and reading.policies == (each.policy,)
+    result = tune_policy(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
+    assert [item.outcome.slots for item in result.candidates] == [LAYERS * count for count in (4, 8, 16, 20)]
+    times = [item.outcome.total_s or 0.0 for item in result.front]
+    assert times == sorted(times, reverse=True) and result.best is result.front[-1]
+    assert result == tune_policy(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
+    for item in result.candidates:
+        assert seconds(ROWS, item.policy, LAPTOP) == pytest.approx(item.outcome.total_s)
+        plain = policy(item.outcome.slots)
+        assert item.outcome.total_s is not None and item.outcome.total_s <= seconds(ROWS, plain, LAPTOP)
+        reading = read(format_policy(item.policy))
+        assert not reading.errors and not reading.warnings and reading.policies == (item.policy,)
 
 
 def test_beside_a_gpu_misses_may_be_computed_where_they_lie() -> None:
@@ -68,6 +68,6 @@ def test_the_order_that_keeps_the_busy_ones_wins() -> None:
 
 
 def test_nothing_to_search_in() -> None:
-    for rows, most in (([], None), (ROWS, LAYERS - 1)):
+    for rows, maximum in (([], None), (ROWS, LAYERS - 1)):
         with pytest.raises(ValueError, match="rows, and room"):
-            tune_policy(rows, SHAPE, LAPTOP, most_slots=most)
+            tune_policy(rows, SHAPE, LAPTOP, most_slots=maximum)

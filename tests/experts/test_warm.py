@@ -30,9 +30,9 @@ def fired(
 
 
 def test_busy_layers_come_first_and_one_without_accesses_ends_it() -> None:
-    found = [(2, 0), (2, 3), (0, 2), (0, 1), (3, 0), (3, 1)]
-    assert fired(WarmPin(8, active=2), capacity=15) == found
-    assert fired(WarmPin(8, active=2), capacity=7) == found[:3]
+    result = [(2, 0), (2, 3), (0, 2), (0, 1), (3, 0), (3, 1)]
+    assert fired(WarmPin(8, active=2), capacity=15) == result
+    assert fired(WarmPin(8, active=2), capacity=7) == result[:3]
 
 
 def test_only_residents_are_pinned_and_nobody_moves_up_for_the_others() -> None:
@@ -65,12 +65,12 @@ def test_once_and_at_the_access_after() -> None:
 
 def test_rates_before_and_after() -> None:
     warm = WarmPin(8, active=1)
-    said = warm.as_dict(3, 1)
-    assert (said["pre_warm_accesses"], said["pre_warm_hit_rate"], said["post_warm_hit_rate"]) == (4, 0.75, 0.0)
+    message = warm.as_dict(3, 1)
+    assert (message["pre_warm_accesses"], message["pre_warm_hit_rate"], message["post_warm_hit_rate"]) == (4, 0.75, 0.0)
     assert WarmPin(1).as_dict(0, 0)["pre_warm_hit_rate"] == 0.0
     fired(warm, capacity=15, refused=(2, 0))
-    said = warm.as_dict(36 + 1, 3)
-    assert said == {
+    message = warm.as_dict(36 + 1, 3)
+    assert message == {
         "after": 8,
         "fired": True,
         "pre_warm_accesses": 36,

@@ -20,11 +20,11 @@ def test_rates_and_notes_at_every_access(window: int, interval: int) -> None:
     notes = []
     for _ in range(120):
         batch = (int(rng.integers(0, 9)), int(rng.integers(0, 20)), int(rng.integers(0, 22)))
-        found = monitor.record(*batch)
+        result = monitor.record(*batch)
         for at, access in enumerate(one_by_one(*batch)):
             accesses.append(access)
             hit_rate, eviction_rate = rates(accesses, window)
-            assert (found["hit_rate"][at], found["eviction_rate"][at]) == (hit_rate, eviction_rate)
+            assert (result["hit_rate"][at], result["eviction_rate"][at]) == (hit_rate, eviction_rate)
             if len(accesses) % interval == 0:
                 notes.append({"access": len(accesses), "eviction_rate": eviction_rate, "hit_rate": hit_rate})
         assert tuple(monitor.now().values()) == rates(accesses, window)

@@ -27,10 +27,10 @@ def skewed(passes: int, *, layers: int, experts: int, top_k: int, tokens: int = 
     """Rows of ``passes`` in which each layer has favourites that change slowly."""
     rng = np.random.default_rng(seed)
     weights = rng.dirichlet(np.full(experts, 0.3), layers) + 1e-3
-    found = []
+    result = []
     for _ in range(passes):
         for layer in range(layers):
             chances = weights[layer] / weights[layer].sum()
             ids = np.stack([rng.choice(experts, top_k, replace=False, p=chances) for _ in range(tokens)])
-            found.append((layer, ids.ravel().tolist(), rng.random(tokens * top_k).round(3).tolist()))
-    return found
+            result.append((layer, ids.ravel().tolist(), rng.random(tokens * top_k).round(3).tolist()))
+    return result

@@ -260,6 +260,6 @@ def _made(kind: str, number: int) -> BatchLine:
         return BatchLine(kind=kind, raw=make(custom_id), custom_id=custom_id, code=code, judge=Judge.MODEL)
     make, code = BAD[kind]
     # Where a line cannot be read at all, there is no id to name.
-    known = code not in ("invalid_json", "invalid_utf8") and kind not in _NAMELESS
-    known = known and kind not in ("a list", "a string", "a number", "null")
-    return BatchLine(kind=kind, raw=make(custom_id), custom_id=custom_id if known else None, code=code)
+    known_names = code not in ("invalid_json", "invalid_utf8") and kind not in _NAMELESS
+    known_names = known_names and kind not in ("a list", "a string", "a number", "null")
+    return BatchLine(kind=kind, raw=make(custom_id), custom_id=custom_id if known_names else None, code=code)

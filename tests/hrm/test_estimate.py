@@ -85,8 +85,8 @@ def test_the_links_carry_the_schedules_own_bytes(given_policy: Policy) -> None:
     priced = estimate(MIXTRAL, given_policy, WORK, speeds)
     layout = layout_of(MIXTRAL, given_policy, BFLOAT16)
     context = round(64 * (WORK.prompt_len + WORK.gen_len / 2)) if layout.context_crosses else 0
-    there = {"device_tokens": layout.device_tokens(64), "device_context": layout.device_tokens(context)}
-    batches = (MicroBatchShape(tokens=64, context=context, **there),) * 8
+    present = {"device_tokens": layout.device_tokens(64), "device_context": layout.device_tokens(context)}
+    batches = (MicroBatchShape(tokens=64, context=context, **present),) * 8
     schedule = SCHEDULES.get("cgopipe")(layout, PassShape(micro_batches=batches, wraps=True, prefetched=0))
     again = SCHEDULES.get("cgopipe")(
         layout, PassShape(micro_batches=batches, wraps=True, prefetched=len(schedule.prefetched_next))

@@ -95,10 +95,10 @@ def test_the_cache_is_whole_blocks() -> None:
 def test_hidden_states_and_crossings_hold_a_whole_pass() -> None:
     model = small_model()
     policy = small_policy(model, discrete=True)
-    taken, most = of(model, policy), pass_tokens(policy)
-    assert most >= policy.batch_size + policy.micro_batch_tokens
-    assert taken.bytes_of("hidden") == most * model.hidden_size * 4
-    crossing = costs.qkv_bytes(model, FLOAT32, most) + costs.hidden_bytes(model, FLOAT32, most)
+    taken, maximum = of(model, policy), pass_tokens(policy)
+    assert maximum >= policy.batch_size + policy.micro_batch_tokens
+    assert taken.bytes_of("hidden") == maximum * model.hidden_size * 4
+    crossing = costs.qkv_bytes(model, FLOAT32, maximum) + costs.hidden_bytes(model, FLOAT32, maximum)
     assert taken.bytes_of("crossing") == crossing
 
 

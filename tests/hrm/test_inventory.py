@@ -25,25 +25,25 @@ from tests.shapes import small_model
     ],
 )
 def test_published_figures(name: str, billions: float, active: float) -> None:
-    found = inventory(load_model_profile(name))
-    assert found.total_parameters / 1e9 == pytest.approx(billions, rel=0.01)
-    assert found.active / 1e9 == pytest.approx(active, rel=0.03)
+    result = inventory(load_model_profile(name))
+    assert result.total_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert result.active / 1e9 == pytest.approx(active, rel=0.03)
 
 
 def test_mixtral_by_hand() -> None:
-    found = inventory(load_model_profile("mixtral"))
-    assert found.dtype == "bfloat16"
-    assert found.page_bytes == 3 * 4096 * 14336 * 2 and found.pages == 256
-    assert found.bytes[EXPERTS] == 84 * GiB
-    assert found.kv_token_bytes == 32 * 2 * 8 * 128 * 2
-    assert found.parameters[SHARED] == found.parameters[DENSE_LAYERS] == 0
+    result = inventory(load_model_profile("mixtral"))
+    assert result.dtype == "bfloat16"
+    assert result.page_bytes == 3 * 4096 * 14336 * 2 and result.pages == 256
+    assert result.bytes[EXPERTS] == 84 * GiB
+    assert result.kv_token_bytes == 32 * 2 * 8 * 128 * 2
+    assert result.parameters[SHARED] == result.parameters[DENSE_LAYERS] == 0
 
 
 def test_kinds_add_up() -> None:
     model = load_model_profile("deepseek-v2-lite")
-    found = inventory(model)
-    assert found.parameters[SHARED] > 0 and found.parameters[DENSE_LAYERS] > 0
-    dense = found.total_bytes - found.bytes[EXPERTS]
+    result = inventory(model)
+    assert result.parameters[SHARED] > 0 and result.parameters[DENSE_LAYERS] > 0
+    dense = result.total_bytes - result.bytes[EXPERTS]
     announced = costs.dense_bytes(model, dtype_named(model.dtype))
     assert announced - 64 * len(list(dense_tensors(model))) <= dense <= announced
 

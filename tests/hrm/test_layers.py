@@ -35,7 +35,7 @@ POLICIES = [
     for attention, ffn in (("cpu", "gpu"), ("gpu", "gpu"), ("cpu", "cpu"))
 ]
 EVERY_POLICY = pytest.mark.parametrize(
-    "policy", POLICIES, ids=lambda each: f"{each.attention_device}-{each.ffn_device}"
+    "policy", POLICIES, ids=lambda item: f"{item.attention_device}-{item.ffn_device}"
 )
 
 
@@ -46,10 +46,10 @@ def one_by_one(model: ModelProfile) -> ModelProfile:
     layers = tuple(
         LayerSpec(
             attention=spec if windowed else replace(spec, window=None),
-            before=each.before_attention,
-            after=each.after_attention,
+            before=item.before_attention,
+            after=item.after_attention,
         )
-        for windowed, each in zip(marked, costs.layer_elements(model), strict=True)
+        for windowed, item in zip(marked, costs.layer_elements(model), strict=True)
     )
     parts = tuple(replace(part, kind="x") for tensor in dense_tensors(model) for part in tensor.parts)
     return replace(model, layers=layers, tensors=parts)
@@ -63,14 +63,14 @@ def test_layers_one_by_one_cost_what_they_cost_together(name: str, policy: Polic
     assert costs.seen_positions(listed, 3000.0) == costs.seen_positions(model, 3000.0)
     assert costs.kv_token_bytes(listed, FLOAT16) == costs.kv_token_bytes(model, FLOAT16)
     assert costs.dense_bytes(listed, FLOAT16) == pytest.approx(costs.dense_bytes(model, FLOAT16), rel=1e-6)
-    found, wanted = (estimate(each, policy, WORKLOAD, speeds) for each in (listed, model))
-    assert found.tokens_per_s == pytest.approx(wanted.tokens_per_s, rel=1e-9)
-    assert found.lanes == pytest.approx(wanted.lanes, rel=1e-9)
-    sizes = [footprint(each, policy, dtype=BFLOAT16) for each in (listed, model)]
+    result, wanted = (estimate(item, policy, WORKLOAD, speeds) for item in (listed, model))
+    assert result.tokens_per_s == pytest.approx(wanted.tokens_per_s, rel=1e-9)
+    assert result.lanes == pytest.approx(wanted.lanes, rel=1e-9)
+    sizes = [footprint(item, policy, dtype=BFLOAT16) for item in (listed, model)]
     for arena in sizes[1].arenas:
         if arena.purpose not in ("dense", "transient"):
             assert sizes[0].bytes_of(arena.purpose) == arena.bytes
-    assert [each.bytes_of("transformers") for each in sizes] == [TRANSFORMERS_BYTES, 0]  # only graphs list their layers
+    assert [size.bytes_of("transformers") for size in sizes] == [TRANSFORMERS_BYTES, 0]  # only graphs list their layers
 
 
 def mixed(*attentions: AttentionSpec, state: int = 0, of_token: int = 0) -> ModelProfile:

@@ -31,11 +31,11 @@ def better_speeds(speeds: Speeds, by: float) -> dict[str, Speeds]:
     def unit(of: Unit, name: str) -> Unit:
         return replace(of, **{name: by * getattr(of, name)})
 
-    found = {name: replace(speeds, **{name: by * getattr(speeds, name)}) for name in MACHINE}
-    found |= {f"cpu.{name}": replace(speeds, cpu=unit(speeds.cpu, name)) for name in UNIT}
+    result = {name: replace(speeds, **{name: by * getattr(speeds, name)}) for name in MACHINE}
+    result |= {f"cpu.{name}": replace(speeds, cpu=unit(speeds.cpu, name)) for name in UNIT}
     if speeds.gpu is not None:
-        found |= {f"gpu.{name}": replace(speeds, gpu=unit(speeds.gpu, name)) for name in UNIT}
-    return found
+        result |= {f"gpu.{name}": replace(speeds, gpu=unit(speeds.gpu, name)) for name in UNIT}
+    return result
 
 
 def priced(problem: Problem, some: Sampled, speeds: Speeds) -> np.ndarray:
@@ -82,13 +82,13 @@ def test_a_faster_link_does_not_slow_the_processor_that_shares_its_memory() -> N
     """All experts stay on the device, so only hidden states cross: the plan at any link is the same, and as fast."""
     machine, model = load_hardware_profile("a100-80g"), load_model_profile("qwen3-30b-a3b")
     work = Workload(num_requests=5000, prompt_len=77, max_prompt_len=77, gen_len=128)
-    found = []
+    result = []
     for rate in (12.5e9, 25e9, 50e9):
         links = tuple(replace(link, bandwidth_bytes_per_s=rate) for link in machine.links)
         linked = replace(machine, links=links)
         plan = make_plan(
             linked, model, work, name="m", fix={"attention_device": "cpu", "schedule": "module"}, cache=False
         )
-        found.append(plan.estimate.tokens_per_s)
+        result.append(plan.estimate.tokens_per_s)
         assert speeds_of(linked).h2d == pytest.approx(0.78 * rate)
-    assert found[0] <= found[1] * 1.001 <= found[2] * 1.002
+    assert result[0] <= result[1] * 1.001 <= result[2] * 1.002

@@ -159,15 +159,15 @@ def test_copies_are_kept_of_what_is_near_a_device_where_others_are_in_host_memor
 def test_a_share_near_leaves_the_others_where_they_stream_from(case: tuple[ModelProfile, Policy], stay: int) -> None:
     model, policy = case
     total = len(pages(model))
-    found = with_residents(policy, min(stay, total) / total)
-    placement = place_pages(model, found)
+    result = with_residents(policy, min(stay, total) / total)
+    placement = place_pages(model, result)
     assert len(placement.resident) == min(stay, total)
     if policy.ffn_device == "cpu":
-        assert not found.weights.device
+        assert not result.weights.device
     elif policy.weights.host:
-        assert found.weights.disk <= policy.weights.disk + 1e-12
+        assert result.weights.disk <= policy.weights.disk + 1e-12
     else:
-        assert found.weights.host == pytest.approx(0.0, abs=1e-12)
+        assert result.weights.host == pytest.approx(0.0, abs=1e-12)
 
 
 def test_the_table_of_places_counts_residents_in_order() -> None:

@@ -59,14 +59,14 @@ def cost(stored: Format, pages: float) -> PassCost:
 
 @pytest.mark.parametrize("stored", [BY_COLUMNS, awq(group=64), gptq(bits=8, group=0, in_order=True)])
 def test_all_of_a_page_is_turned(stored: Format) -> None:
-    found = profile(stored).stored
-    assert found is not None and found.repacked_bytes == found.mean_page_bytes
+    result = profile(stored).stored
+    assert result is not None and result.repacked_bytes == result.mean_page_bytes
 
 
 @pytest.mark.parametrize("stored", [ORDERED, fp8(block=(128, 128), scale="F32"), ggml_format("Q4_K")])
 def test_nothing_is_turned_of_other_formats(stored: Format) -> None:
-    found = profile(stored).stored
-    assert found is not None and found.repacked_bytes == 0
+    result = profile(stored).stored
+    assert result is not None and result.repacked_bytes == 0
 
 
 def test_turning_takes_the_cpu_and_no_byte() -> None:
@@ -94,5 +94,5 @@ def test_the_virtual_clock_counts_the_memory_that_is_touched() -> None:
         cost_model, place_pages(cost_model.model, PLAIN), [MicroBatchLoad(decode_tokens=4.0, context=64.0)]
     )
     page = cost_model.page_bytes()
-    found = prices(Task(kind=TaskKind.READ_PAGE, lane=Lane.DISK, layer=1, micro_batch=-1, bytes=page))
-    assert found.dram_bytes == (1 + costs.REPACKING_PASSES) * page
+    result = prices(Task(kind=TaskKind.READ_PAGE, lane=Lane.DISK, layer=1, micro_batch=-1, bytes=page))
+    assert result.dram_bytes == (1 + costs.REPACKING_PASSES) * page

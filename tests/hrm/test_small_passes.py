@@ -75,11 +75,11 @@ def test_the_virtual_clock_lets_them_run_too(resident: float) -> None:
 def test_routed_pages_alone_come_where_the_engine_brings_no_others(batch_size: int, residents: str, met: float) -> None:
     """Seven tokens leave 13 % of Mixtral's experts out: too few by chance, enough where every pass counts them."""
     asked = policy(batch_size=batch_size, micro_batch_size=batch_size, kv_tokens=batch_size * 160, residents=residents)
-    found = estimate(MIXTRAL, asked, WORK, CPU)
+    result = estimate(MIXTRAL, asked, WORK, CPU)
     streamed = PAGES / 2 * cost_model_of(MIXTRAL, asked, CPU).page_bytes()
-    assert found.lanes["disk"] * CPU.disk == pytest.approx(met * streamed)
+    assert result.lanes["disk"] * CPU.disk == pytest.approx(met * streamed)
     steady = SimulationSetup(asked, MIXTRAL, MACHINE, WORK).simulated_run("cgopipe").steady
-    assert steady.busy_s[Lane.DISK] == pytest.approx(found.lanes["disk"], rel=0.02)
+    assert steady.busy_s[Lane.DISK] == pytest.approx(result.lanes["disk"], rel=0.02)
     assert least_missed(replace(asked, ffn_device="gpu")) == ROUTED_ONLY_SHARE  # a device is not asked what it chose
 
 

@@ -84,11 +84,11 @@ class ListedBlock(nn.Module):
         weights, chosen = self.gate(flat).float().softmax(-1).topk(self.top_k, -1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(flat.dtype)
         mask = nn.functional.one_hot(chosen, self.num_experts).permute(2, 1, 0)
-        found = torch.zeros_like(flat)
+        result = torch.zeros_like(flat)
         for expert in mask.sum((1, 2)).nonzero().view(-1).tolist():
-            place, token = torch.where(mask[expert])
-            found.index_add_(0, token, self.experts[expert](flat[token]) * weights[token, place, None])
-        return found.view(states.shape)
+            position, token = torch.where(mask[expert])
+            result.index_add_(0, token, self.experts[expert](flat[token]) * weights[token, position, None])
+        return result.view(states.shape)
 
 
 def build_listed(dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -89,7 +89,7 @@ def mixtral(checkpoints: dict[str, Path]) -> Iterator[MoELightLM]:
 
 
 def asked(*args: tuple[Any, ...]) -> list[Any]:
-    return [SimpleNamespace(args=each, task_name="t") for each in args]
+    return [SimpleNamespace(args=arg, task_name="t") for arg in args]
 
 
 def assert_scores_equal(ours: list[tuple[float, bool]], theirs: list[tuple[float, bool]]) -> None:
@@ -174,13 +174,13 @@ def test_what_is_no_question(mixtral: MoELightLM) -> None:
 
 def test_thoughts_are_left_out(checkpoints: dict[str, Path], mixtral: MoELightLM) -> None:
     questions = asked(("upper lemon =", {"max_gen_toks": 12}))
-    (whole,) = mixtral.generate_until(questions)
-    end = whole[3]
+    (full,) = mixtral.generate_until(questions)
+    end = full[3]
     with Engine.from_pretrained(checkpoints["mixtral"], host_memory="1GiB") as engine:
         byte = mixtral.tok_encode(end)[0]
         for think_end in (end, byte, str(byte)) if end.isascii() else (byte,):
             lent = MoELightLM(engine, enable_thinking=True, think_end_token=think_end)
-            assert lent.generate_until(questions) == [whole.split(end)[-1].lstrip()]
+            assert lent.generate_until(questions) == [full.split(end)[-1].lstrip()]
             with pytest.raises(ConfigError, match="one of these scores"):
                 lent.loglikelihood(asked(("a", "b")))
             lent.close()
@@ -193,26 +193,26 @@ def test_sampled_texts_follow_the_seed_of_the_harness(mixtral: MoELightLM) -> No
     import torch
 
     questions = asked(*[("once", {"max_gen_toks": 8, "do_sample": True, "temperature": 1.5, "until": []})] * 3)
-    found = []
+    result = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        found.append(mixtral.generate_until(questions))
-    assert found[0] == found[1] != found[2]
-    assert len(set(found[0])) > 1, "repeats of one question differ"
+        result.append(mixtral.generate_until(questions))
+    assert result[0] == result[1] != result[2]
+    assert len(set(result[0])) > 1, "repeats of one question differ"
 
 
 def test_each_answer_is_kept_as_it_comes(mixtral: MoELightLM) -> None:
-    kept: list[tuple[str, Any, Any]] = []
-    mixtral.set_cache_hook(SimpleNamespace(add_partial=lambda *each: kept.append(each)))
+    retained: list[tuple[str, Any, Any]] = []
+    mixtral.set_cache_hook(SimpleNamespace(add_partial=lambda *item: retained.append(item)))
     scores = mixtral.loglikelihood(asked(("a", "b"), ("c", "de")))
     rolling = mixtral.loglikelihood_rolling(asked((LONG,)))
     how = {"max_gen_toks": 4, "until": ["q"]}
     (text,) = mixtral.generate_until(asked(("a", how)))
-    assert {args: answer for kind, args, answer in kept if kind == "loglikelihood"} == {
+    assert {args: answer for kind, args, answer in retained if kind == "loglikelihood"} == {
         ("a", "b"): scores[0],
         ("c", "de"): scores[1],
     }
-    assert kept[-2:] == [("loglikelihood_rolling", (LONG,), rolling[0]), ("generate_until", ("a", how), text)]
+    assert retained[-2:] == [("loglikelihood_rolling", (LONG,), rolling[0]), ("generate_until", ("a", how), text)]
     assert how == {"max_gen_toks": 4, "until": ["q"]}
 
 
@@ -247,14 +247,14 @@ def test_activations_are_rounded_where_asked(tmp_path: Path) -> None:
 def test_tasks_give_the_same_results(checkpoints: dict[str, Path]) -> None:
     names = ["moelight_choice", "moelight_text", "moelight_answer"]
     manager = TaskManager(include_path=str(ROOT / TASKS), include_defaults=False)
-    given = f"pretrained={checkpoints['demo']}"
+    inputs = f"pretrained={checkpoints['demo']}"
     ours, theirs = (
-        simple_evaluate(model, model_args=f"{given},{more}", tasks=names, task_manager=manager, bootstrap_iters=0)
+        simple_evaluate(model, model_args=f"{inputs},{more}", tasks=names, task_manager=manager, bootstrap_iters=0)
         for model, more in (("moelight", "host_memory=1GiB,batch_size=8"), ("hf", "dtype=float32,device=cpu"))
     )
     for name in names:
-        for mine, other in zip(ours["samples"][name], theirs["samples"][name], strict=True):
-            assert_answers_equal(mine["resps"], other["resps"])
+        for selected, other in zip(ours["samples"][name], theirs["samples"][name], strict=True):
+            assert_answers_equal(selected["resps"], other["resps"])
         for metric, value in theirs["results"][name].items():
             expected = pytest.approx(value, rel=CLOSE) if isinstance(value, float) else value
             assert ours["results"][name][metric] == expected, (name, metric)
@@ -264,8 +264,8 @@ def test_tasks_give_the_same_results(checkpoints: dict[str, Path]) -> None:
 
 def assert_answers_equal(ours: Any, theirs: Any) -> None:
     if isinstance(theirs, (list, tuple)):
-        for mine, other in zip(ours, theirs, strict=True):
-            assert_answers_equal(mine, other)
+        for selected, other in zip(ours, theirs, strict=True):
+            assert_answers_equal(selected, other)
     else:
         assert ours == (pytest.approx(theirs, abs=CLOSE) if isinstance(theirs, float) else theirs)
 

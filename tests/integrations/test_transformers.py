@@ -96,7 +96,7 @@ def qwen() -> PreTrainedModel:
     return untouched("qwen3_moe")[0]
 
 
-@pytest.mark.parametrize(("family", "dtype"), in_turn([(each,) for each in (*FAMILIES, "listed")], DTYPES))
+@pytest.mark.parametrize(("family", "dtype"), in_turn([(item,) for item in (*FAMILIES, "listed")], DTYPES))
 def test_a_small_budget_gives_the_same_tokens_and_logits(family: str, dtype: torch.dtype) -> None:
     model, greedy, sampled, last = untouched(family, dtype)
     with moelight.attach(model, policy(4)) as attachment:
@@ -119,7 +119,7 @@ def test_the_model_s_own_way_of_computing_experts_is_kept(family: str, way: str)
 
 
 @pytest.mark.parametrize(
-    ("eviction", "capacity"), in_turn([(each,) for each in [*((name,) for name in EVICTIONS), ("lfu", "lru")]], [3, 20])
+    ("eviction", "capacity"), in_turn([(item,) for item in [*((name,) for name in EVICTIONS), ("lfu", "lru")]], [3, 20])
 )
 def test_no_eviction_changes_a_token(qwen: PreTrainedModel, eviction: tuple[str, ...], capacity: int) -> None:
     with moelight.attach(qwen, policy(capacity, eviction=eviction), home="memory"):
@@ -132,12 +132,12 @@ def test_no_prediction_changes_a_token_and_none_is_read_twice(qwen: PreTrainedMo
     with moelight.attach(qwen, policy(14, eviction=("lru",), strategy=strategy)) as attachment:
         assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
         assert torch.equal(tokens(qwen, count=1, new=16), alone)
-        found = attachment.get_stats()
-        assert found["placement"]["transfers"] == (
-            found["policy"]["cache"]["misses"] + found["policy"]["prefetch"]["issued"]
+        result = attachment.get_stats()
+        assert result["placement"]["transfers"] == (
+            result["policy"]["cache"]["misses"] + result["policy"]["prefetch"]["issued"]
         )
         if strategy in ("history", "affinity", "next_router"):  # others have nothing to say of so little
-            assert found["policy"]["prefetch"]["useful"] > 0
+            assert result["policy"]["prefetch"]["useful"] > 0
 
 
 @pytest.mark.parametrize("file", POLICIES, ids=lambda path: path.stem)
@@ -180,9 +180,9 @@ def test_a_policy_that_changes_while_it_runs_changes_no_token(qwen: PreTrainedMo
         )  # room for what a rule may ask for
         assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
         assert torch.equal(tokens(qwen, count=2, new=16), alone)
-        found = attachment.get_stats()["experts"]
-    assert found["adaptations"]["changes"] >= 3
-    assert found["warm_pin"]["fired"]
+        result = attachment.get_stats()["experts"]
+    assert result["adaptations"]["changes"] >= 3
+    assert result["warm_pin"]["fired"]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "listed"])
@@ -190,7 +190,7 @@ def test_detach_leaves_the_model_as_it_was(family: str) -> None:
     model = untouched(family)[0]
     before = dict(model.named_parameters())
     values = {name: value.clone() for name, value in before.items()}
-    keys, modules = list(model.state_dict()), {name: dict(vars(each)) for name, each in model.named_modules()}
+    keys, modules = list(model.state_dict()), {name: dict(vars(module)) for name, module in model.named_modules()}
     attachment = moelight.attach(model, policy())
     tokens(model, new=2)
     attachment.detach()
@@ -199,14 +199,14 @@ def test_detach_leaves_the_model_as_it_was(family: str) -> None:
     for name, parameter in model.named_parameters():
         assert parameter is before[name]
         assert torch.equal(parameter, values[name])
-    for name, each in model.named_modules():
-        assert vars(each).keys() == modules[name].keys()
+    for name, module in model.named_modules():
+        assert vars(module).keys() == modules[name].keys()
 
 
 def test_what_a_slot_is_said_to_hold_is_in_it() -> None:
     model = untouched("mixtral")[0]
     experts = [layer.mlp.experts for layer in model.model.layers]
-    weights = [(each.gate_up_proj.detach().clone(), each.down_proj.detach().clone()) for each in experts]
+    weights = [(expert.gate_up_proj.detach().clone(), expert.down_proj.detach().clone()) for expert in experts]
     with moelight.attach(model, policy(9, eviction=("lru",))) as attachment:
         tokens(model)
         pager, seen = attachment.pager, 0
@@ -249,7 +249,7 @@ def test_the_memory_of_the_experts_is_really_given_back(tmp_path: Path) -> None:
     assert fallen > 0.5 * taken
     assert not list(tmp_path.iterdir())  # the file has no name
     attachment.detach()
-    assert sum(each.numel() * each.element_size() for each in model.parameters()) > taken
+    assert sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) > taken
 
 
 def test_a_model_that_is_dropped_takes_its_pages_with_it(tmp_path: Path) -> None:
@@ -269,14 +269,14 @@ def open_files(directory: Path) -> list[str]:
 
 def test_two_threads_may_generate_at_once() -> None:
     model, greedy, _, _ = untouched("mixtral")
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     with moelight.attach(model, policy(7)):
-        threads = [threading.Thread(target=lambda: found.append(tokens(model))) for _ in range(2)]
+        threads = [threading.Thread(target=lambda: result.append(tokens(model))) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert [torch.equal(each, greedy) for each in found] == [True, True]
+    assert [torch.equal(item, greedy) for item in result] == [True, True]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "listed"])
@@ -322,13 +322,13 @@ def test_a_model_that_is_changed_meanwhile_is_an_error_not_other_tokens(family: 
 def test_stats_are_plain_and_add_up(qwen: PreTrainedModel) -> None:
     with moelight.attach(qwen, policy(16)) as attachment:
         tokens(qwen)
-        found = json.loads(json.dumps(attachment.get_stats()))
-    cache, placement = found["policy"]["cache"], found["placement"]
-    assert found["policy"]["name"] == "small"
+        result = json.loads(json.dumps(attachment.get_stats()))
+    cache, placement = result["policy"]["cache"], result["placement"]
+    assert result["policy"]["name"] == "small"
     assert cache["hit_rate"] == cache["hits"] / (cache["hits"] + cache["misses"])
-    assert placement["bytes"] == placement["transfers"] * found["resident_bytes"] // (16 + 4)
+    assert placement["bytes"] == placement["transfers"] * result["resident_bytes"] // (16 + 4)
     assert placement["transfer_s"] > 0
-    assert found["experts"]["cache"]["residents"] <= found["experts"]["cache"]["capacity"] == 16
+    assert result["experts"]["cache"]["residents"] <= result["experts"]["cache"]["capacity"] == 16
 
 
 def test_auto_attach_chooses_and_says_why(qwen: PreTrainedModel) -> None:

@@ -68,7 +68,7 @@ def quantised_experts(form: str, activations: str = "auto") -> QuantizedTable:
 
 
 def facts(
-    what: str,
+    label: str,
     card: int,
     kernel: Any,
     arguments: tuple[Any, ...],
@@ -97,7 +97,7 @@ def facts(
     key = record_key(source, card, options)
     if key not in records:
         records[key] = compile_program(source, card, options)
-    return {"what": what, "card": card, **dict(zip((*SIZES, *INSTRUCTIONS), records[key], strict=True))}
+    return {"what": label, "card": card, **dict(zip((*SIZES, *INSTRUCTIONS), records[key], strict=True))}
 
 
 def record_key(source: ASTSource, card: int, options: dict[str, int]) -> str:
@@ -174,8 +174,8 @@ def product(
         pages, part, x, out, slots, tokens, tile, pages.activation, 0.5 if stored else 1.0, wide=wide
     )
     constants |= {"PRODUCT": grouped.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
-    what = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
-    return facts(what, card, program, arguments, constants, **tiles.launch_options(tile))
+    label = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
+    return facts(label, card, program, arguments, constants, **tiles.launch_options(tile))
 
 
 def integer_products(card: int) -> list[dict[str, Any]]:
@@ -202,8 +202,8 @@ def integer_product(card: int, dtype: torch.dtype, form: str, part: str, mean_ro
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
     program, arguments, constants = grouped.program_of(pages, part, x, out, slots, tokens, tile, pages.activation)
-    what = f"int8 {NAMES[dtype]} {form} {part} {mean_rows}"
-    return facts(what, card, program, arguments, constants | {"BY_HAND": False}, **tiles.launch_options(tile))
+    label = f"int8 {NAMES[dtype]} {form} {part} {mean_rows}"
+    return facts(label, card, program, arguments, constants | {"BY_HAND": False}, **tiles.launch_options(tile))
 
 
 def attentions(card: int) -> list[dict[str, Any]]:
@@ -236,9 +236,9 @@ def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes:
         q, new, new, batch, 0.1, tile, decodes=decodes, **rest, buffer_scale=scales, out=q
     )
     constants |= {"PRODUCT": grouped.triton_dtype(dtype), "BY_HAND": False}
-    what = f"{NAMES[dtype]} attention {options}{'decode' if decodes else 'prompt'} {head_dim}"
+    label = f"{NAMES[dtype]} attention {options}{'decode' if decodes else 'prompt'} {head_dim}"
     return facts(
-        what,
+        label,
         card,
         attention_triton.attend,
         arguments,
@@ -253,7 +253,7 @@ def others(card: int) -> list[dict[str, Any]]:
     cache, and transfers."""
     i32, i64 = torch.empty(16, dtype=torch.int32), torch.empty(16, dtype=torch.int64)
     half, single = torch.empty(16, dtype=torch.float16), torch.empty(16)
-    found: dict[str, tuple[Any, ...]] = {
+    result: dict[str, tuple[Any, ...]] = {
         "map": (grouped_triton.map_slots, (i32, i32, i32, 5, 9, 40, 11), {"BM": 16, "PADDED": 128, "SLOTS": 32}),
         "sort": (rows_triton.sort_rows, (i32, i64, i64, i32, 40), {"TOP_K": 8, "BR": 1024}),
         "route": (
@@ -269,30 +269,30 @@ def others(card: int) -> list[dict[str, Any]]:
     }
     codes = torch.empty(16, dtype=torch.int8)
     heads = {"PICKED": True, "INT8": True, "D": 128, "BD": 128, "BH": 16}
-    found["append int8"] = (attention_triton.append, (half, half, codes, single, i64, i64, 1024, 1024, 16), heads)
+    result["append int8"] = (attention_triton.append, (half, half, codes, single, i64, i64, 1024, 1024, 16), heads)
     both = {"BY_HAND": False, "D": 128, "BD": 128, "BH": 16}
-    found["through int8"] = (attention_triton.through_int8, (half, half, half, half, 1024, 1024, 16), both)
+    result["through int8"] = (attention_triton.through_int8, (half, half, half, half, 1024, 1024, 16), both)
     heads = heads | {"INT8": False, "BH": 64}
-    found["append"] = (attention_triton.append, (half, half, half, half, i64, i64, 8192, 8192, 64), heads)
+    result["append"] = (attention_triton.append, (half, half, half, half, i64, i64, 8192, 8192, 64), heads)
     for sums, dtype, group in (("", torch.int32, 128), ("groups", torch.int32, 32), ("parts", torch.float16, 256)):
-        given = (half, i64, codes, single, torch.empty(16, dtype=dtype), 16, 4096, 4096, 4096 // group)
+        inputs = (half, i64, codes, single, torch.empty(16, dtype=dtype), 16, 4096, 4096, 4096 // group)
         flags = {"GATHERED": sums == "groups", "SUMS": sums, "G": group, "COUNT": 4096 // group}
-        found[f"round {sums}"] = (integers_triton.round_rows, given, flags)
-    found["fetch"] = (attention_triton.fetch, (i32, i32, i32, 40, 1024), {"BW": 4096})
+        result[f"round {sums}"] = (integers_triton.round_rows, inputs, flags)
+    result["fetch"] = (attention_triton.fetch, (i32, i32, i32, 40, 1024), {"BW": 4096})
     unaligned = ("rows", "slots", "pieces", "count")
-    rows = [facts(name, card, *rest, unaligned=unaligned) for name, rest in found.items()]
+    rows = [facts(name, card, *rest, unaligned=unaligned) for name, rest in result.items()]
     for dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if card >= 80 else ())):
         x, name = torch.empty(16, dtype=dtype), NAMES[dtype]
         for width in (128, 16384) if dtype == torch.float16 else (16384,):
             padded = 1 << (width - 1).bit_length()
-            given = (x, x, x, x, x, width, width, width, width, 1e-5)
+            inputs = (x, x, x, x, x, width, width, width, width, 1e-5)
             constants = {"ADD": width != 128, "ONCE": False, "WATCHED": False, "BY_HAND": False, "PADDED": padded}
             how = norm.launch_options(padded)
-            rows.append(facts(f"norm {name} {width}", card, rows_triton.rms_norm, given, constants, **how))
-        given = (x, x, x, x, x, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
+            rows.append(facts(f"norm {name} {width}", card, rows_triton.rms_norm, inputs, constants, **how))
+        inputs = (x, x, x, x, x, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
         constants = {"CLIP": True, "NORM": True, "MIXED": False, "BY_HAND": False, "BH": 16, "PADDED": 64}
         how = norm.launch_options(2048)
-        rows.append(facts(f"heads {name}", card, rows_triton.finish_heads, given, constants, **how))
+        rows.append(facts(f"heads {name}", card, rows_triton.finish_heads, inputs, constants, **how))
     return rows + mixed(card)
 
 
@@ -301,26 +301,26 @@ def mixed(card: int) -> list[dict[str, Any]]:
     rows, half, single = [], torch.empty(16, dtype=torch.float16), torch.empty(16)
     for weight in (half, half.bfloat16()):
         name = NAMES[weight.dtype]
-        given = (single, half, weight, half, single, 4096, 4096, 4096, 4096, 1e-5)
+        inputs = (single, half, weight, half, single, 4096, 4096, 4096, 4096, 1e-5)
         flags = {"ADD": True, "ONCE": True, "WATCHED": True, "BY_HAND": False, "PADDED": 4096}
         how = norm.launch_options(4096)
-        rows.append(facts(f"mixed norm {name}", card, rows_triton.rms_norm, given, flags, ("finite",), **how))
-        given = (half, half, half, weight, weight, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
+        rows.append(facts(f"mixed norm {name}", card, rows_triton.rms_norm, inputs, flags, ("finite",), **how))
+        inputs = (half, half, half, weight, weight, 48, 32, 40, 128, 6144, 128, 8.0, 1e-5)
         flags = {"CLIP": True, "NORM": True, "MIXED": True, "BY_HAND": False, "BH": 16, "PADDED": 64}
         how = norm.launch_options(2048)
-        rows.append(facts(f"mixed heads {name}", card, rows_triton.finish_heads, given, flags, **how))
+        rows.append(facts(f"mixed heads {name}", card, rows_triton.finish_heads, inputs, flags, **how))
     return rows
 
 
-def compiled(card: int, *, whole: bool) -> list[dict[str, Any]]:
-    """``whole``: every kernel in every format; else products of experts and attention of decoding, one format each."""
-    if whole:
+def compiled(card: int, *, full: bool) -> list[dict[str, Any]]:
+    """``full``: every kernel in every format; else products of experts and attention of decoding, one format each."""
+    if full:
         return others(card) + attentions(card) + products(card) + integer_products(card)
     some = [product(card, torch.float16, form, "gate_up", 512) for form in ("float", "packed int4", "Q4_K")]
     some.append(product(card, torch.float16, "fp8 blocks", "down", 512))
     if serving.card_serves_integers(divmod(card, 10))[0]:
         some += [
-            integer_product(card, torch.float16, *each, 512) for each in (("packed int4", "gate_up"), ("Q4_K", "down"))
+            integer_product(card, torch.float16, *item, 512) for item in (("packed int4", "gate_up"), ("Q4_K", "down"))
         ]
     return [*some, attend(card, torch.float16, 128, 4, decodes=True, options="")]
 
@@ -337,9 +337,9 @@ def main() -> None:
         records.update(recorded)
     rows = []
     for card in arguments.cards:
-        rows += compiled(card, whole=arguments.variants == "whole")
+        rows += compiled(card, full=arguments.variants == "whole")
         if arguments.anew:
-            rows += compiled(card, whole=False)
+            rows += compiled(card, full=False)
             print(f"{card}: {len(rows)} programs", flush=True)
             RECORD.write_text(as_lines(recorded | records))
     if not arguments.anew:

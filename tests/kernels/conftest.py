@@ -56,6 +56,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             if serving.interpreting()
             else "triton compiles here: interpreted in a process of its own"
         )
-    found = torch.device("cpu") if request.param == "interpreted" else torch.device("cuda", torch.cuda.current_device())
-    assert serving.serves(found, torch.float16)[0]
-    yield found
+    result = (
+        torch.device("cpu") if request.param == "interpreted" else torch.device("cuda", torch.cuda.current_device())
+    )
+    assert serving.serves(result, torch.float16)[0]
+    yield result

@@ -71,18 +71,18 @@ def in_form(layer: Layer, form: str, activation: Activation, device: torch.devic
     parts: dict[str, list[Tensor]] = {name: list(tensors) for name, tensors in layer.pages.parts.items() if tensors}
     if form == "interleaved":
         for name in ("gate_up", "gate_up_bias"):
-            parts[name] = [torch.stack(each.chunk(2), 1).flatten(0, 1) for each in parts.get(name, ())]
+            parts[name] = [torch.stack(item.chunk(2), 1).flatten(0, 1) for item in parts.get(name, ())]
     if form == "apart":
         for first, second in (("gate_up", "up"), ("gate_up_bias", "up_bias")):
-            parts[first], parts[second] = ([each.chunk(2)[i] for each in parts.get(first, ())] for i in (0, 1))
+            parts[first], parts[second] = ([item.chunk(2)[i] for item in parts.get(first, ())] for i in (0, 1))
     if form in {"apart", "transposed", "interleaved"}:
-        parts["down"] = [transposed(each) for each in parts["down"]]
+        parts["down"] = [transposed(part) for part in parts["down"]]
     if form in {"transposed", "interleaved"}:
-        parts["gate_up"] = [transposed(each) for each in parts["gate_up"]]
-    given = {name: [each.to(device) for each in tensors] for name, tensors in parts.items() if tensors}
+        parts["gate_up"] = [transposed(part) for part in parts["gate_up"]]
+    inputs = {name: [tensor.to(device) for tensor in tensors] for name, tensors in parts.items() if tensors}
     if form == "apart":  # views of the joined ones: as far behind in every page
-        given |= {name: parts[name] for name in ("gate_up", "up", "gate_up_bias", "up_bias") if parts[name]}
-    return replace(layer, pages=PageTable.of(**given, activation=activation, interleaved=form == "interleaved"))  # type: ignore[arg-type]
+        inputs |= {name: parts[name] for name in ("gate_up", "up", "gate_up_bias", "up_bias") if parts[name]}
+    return replace(layer, pages=PageTable.of(**inputs, activation=activation, interleaved=form == "interleaved"))  # type: ignore[arg-type]
 
 
 def rows_of(counts: tuple[int, ...], hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,5 +90,5 @@ def rows_of(counts: tuple[int, ...], hidden: int, dtype: torch.dtype, device: to
     return x, torch.tensor(list(accumulate(counts, initial=0)), dtype=torch.int32, device=device)
 
 
-def distance(found: Tensor, truth: Tensor) -> float:
-    return float((found.double().cpu() - truth).abs().max() / truth.abs().max())
+def distance(result: Tensor, truth: Tensor) -> float:
+    return float((result.double().cpu() - truth).abs().max() / truth.abs().max())

@@ -35,7 +35,7 @@ class Prompts:
             options["cache"] = (cache[0].double(), cache[1].double(), *cache[2:])
         if (sinks := options.get("sinks")) is not None:
             options["sinks"] = sinks.double()
-        wide = (each.double() for each in (self.q, self.k, self.v))
+        wide = (item.double() for item in (self.q, self.k, self.v))
         return reference.prefill_attention(*wide, self.cu_seqlens, self.scale, **options)
 
     def error(self) -> float:

@@ -63,5 +63,5 @@ def paged(
     )
 
 
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    return ((found.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
+def relative_error(result: Tensor, truth: Tensor) -> float:
+    return ((result.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()

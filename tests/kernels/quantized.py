@@ -93,8 +93,8 @@ def garbage(stored: Format, rows: int, columns: int, seed: int = 0) -> Matrix[Te
     """A matrix of any bytes."""
     source, parts = torch.Generator().manual_seed(seed), {}
     for part in stored.tensors(rows, columns):
-        whole = torch.randint(0, 256, (part.nbytes,), generator=source, dtype=torch.uint8)
-        parts[part.suffix] = whole.view(_dtype(part.dtypes[0])).reshape(part.shape)
+        full = torch.randint(0, 256, (part.nbytes,), generator=source, dtype=torch.uint8)
+        parts[part.suffix] = full.view(_dtype(part.dtypes[0])).reshape(part.shape)
     return Matrix(stored=stored, rows=rows, columns=columns, tensors=parts)
 
 

@@ -47,8 +47,8 @@ class Ragged:
             query, key = torch.arange(start, start + last - first)[:, None], torch.arange(len(k))
             seen = (key <= query) & (key > query - (self.rest.get("window") or 1 << 40))
             wide = None if sinks is None else sinks.double().cpu()
-            numbers = self.q[first:last].double().cpu()
-            out[first:last] = reference.attend(numbers, k, v, self.scale, seen, sinks=wide, softcap=softcap)
+            values = self.q[first:last].double().cpu()
+            out[first:last] = reference.attend(values, k, v, self.scale, seen, sinks=wide, softcap=softcap)
         return out
 
 
@@ -73,45 +73,47 @@ def ragged(
     is NaN, or the largest code."""
     random = torch.Generator().manual_seed(seed)
     spots = np.random.default_rng(seed)
-    sequences = sorted(sequences, key=lambda each: not each.decodes)
+    sequences = sorted(sequences, key=lambda item: not item.decodes)
     width = 2, kv_heads, head_dim
-    blocks = sum(-(-each.start // block_size) for each in sequences)
-    slots = max(1, blocks + 2) * block_size, max(1, sum(each.start for each in sequences))
+    blocks = sum(-(-sequence.start // block_size) for sequence in sequences)
+    slots = max(1, blocks + 2) * block_size, max(1, sum(sequence.start for sequence in sequences))
     pools = [torch.full((count, *width), float("nan")) for count in slots]
     factors = [torch.full((count, 2, kv_heads), float("nan")) for count in slots]
-    free, place, entries, whole, seen_from = spots.permutation(slots[0] // block_size).tolist(), 0, [], [], []
-    for each in sequences:
-        numbers = torch.randn(each.start + each.count, *width, generator=random).to(dtype).float()
-        stored, scales = reference.quantise(numbers)
+    free, position, entries, full, seen_from = spots.permutation(slots[0] // block_size).tolist(), 0, [], [], []
+    for sequence in sequences:
+        values = torch.randn(sequence.start + sequence.count, *width, generator=random).to(dtype).float()
+        stored, scales = reference.quantise(values)
         if int8:
-            numbers[: each.start] = (stored * scales.unsqueeze(-1))[: each.start].to(dtype).float()
-        whole.append((numbers[:, 0].double(), numbers[:, 1].double()))
-        stored = stored if int8 else numbers
-        lowest = 0 if window is None else max(0, each.start - window + 1)
+            values[: sequence.start] = (stored * scales.unsqueeze(-1))[: sequence.start].to(dtype).float()
+        full.append((values[:, 0].double(), values[:, 1].double()))
+        stored = stored if int8 else values
+        lowest = 0 if window is None else max(0, sequence.start - window + 1)
         seen_from.append(lowest)
-        for first in range(lowest // block_size * block_size, each.start if lowest < each.start else 0, block_size):
-            begin, end = max(first, lowest), min(first + block_size, each.start)
+        for first in range(
+            lowest // block_size * block_size, sequence.start if lowest < sequence.start else 0, block_size
+        ):
+            begin, end = max(first, lowest), min(first + block_size, sequence.start)
             if tiers == "cache" or (tiers == "both" and spots.random() < 0.5):
                 slot = free.pop() * block_size
                 entries.append(slot)
                 tier, at = 0, slot + begin - first
             else:
-                entries.append(in_buffer(place - (begin - first)))
-                tier, at = 1, place
-                place += end - begin
+                entries.append(in_buffer(position - (begin - first)))
+                tier, at = 1, position
+                position += end - begin
             pools[tier][at : at + end - begin] = stored[begin:end]
             factors[tier][at : at + end - begin] = scales[begin:end]
-    new = torch.cat([(torch.stack(kv, 1)[each.start :]) for each, kv in zip(sequences, whole, strict=True)])
-    k, v = (each.to(dtype).to(device).contiguous() for each in new.unbind(1))
+    new = torch.cat([(torch.stack(kv, 1)[item.start :]) for item, kv in zip(sequences, full, strict=True)])
+    k, v = (item.to(dtype).to(device).contiguous() for item in new.unbind(1))
     q = torch.randn(len(new), heads, head_dim, generator=random).to(dtype).to(device)
     if form is None:
         form = prompt_form(device, dtype, heads, kv_heads, head_dim)
     batch = RaggedBatch(
-        [each.count for each in sequences],
-        [each.start for each in sequences],
+        [sequence.count for sequence in sequences],
+        [sequence.start for sequence in sequences],
         seen_from,
         entries,
-        decoding=sum(each.decodes for each in sequences),
+        decoding=sum(sequence.decodes for sequence in sequences),
         block_size=block_size,
         form=form,
     )
@@ -122,4 +124,4 @@ def ragged(
         rest[name] = (pool.nan_to_num(127.0).to(torch.int8) if int8 else pool.to(dtype)).to(device)
         if int8:
             rest[f"{name}_scale"] = scales.to(device)
-    return Ragged(q=q, k=k, v=v, batch=batch, rest=rest, whole=whole)
+    return Ragged(q=q, k=k, v=v, batch=batch, rest=rest, whole=full)

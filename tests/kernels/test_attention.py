@@ -147,9 +147,9 @@ def test_a_sequence_is_the_same_in_any_company(isa, dtype):
 
 def test_instruction_sets_agree(isa):
     call = paged([700, 3], q_heads=8, kv_heads=2, head_dim=80)
-    found = cpu_gqa_decode(*call.arguments)
+    result = cpu_gqa_decode(*call.arguments)
     native.extension().set_isa("scalar")
-    assert relative_error(found, cpu_gqa_decode(*call.arguments).double()) <= 1e-6
+    assert relative_error(result, cpu_gqa_decode(*call.arguments).double()) <= 1e-6
 
 
 def test_callers_may_come_from_many_python_threads(isa):
@@ -230,7 +230,7 @@ def int8_truth(call, scales, **options):
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": some_sinks(6)}, EVERYTHING], ids=str)
 def test_the_twin_is_the_formula(options):
     call = paged([1, 45, 0, 500], q_heads=6, kv_heads=2, head_dim=24)
-    found = reference.gqa_decode(*call.double().arguments, **options)
+    result = reference.gqa_decode(*call.double().arguments, **options)
     for b, length in enumerate(call.seq_lens.tolist()):
         seen = slice(max(0, length - options.get("window", length)), length)
         for h in range(6):
@@ -244,7 +244,7 @@ def test_the_twin_is_the_formula(options):
             weights = scores.exp()
             total = weights.sum() + (options["sinks"][h].double().exp() if "sinks" in options else 0)
             expected = weights @ values / total if length else torch.zeros(24)
-            assert relative_error(found[b, h], expected.double()) <= 1e-7
+            assert relative_error(result[b, h], expected.double()) <= 1e-7
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,17 +16,17 @@ def test_a_block_is_used_again_once_no_view_of_its_tensor_is_left() -> None:
     blocks = CachingAllocator()
     with blocks.caching():
         first = blocks.empty(LARGE, torch.bfloat16)
-        place, view = first.data_ptr(), first[5:].view(-1)
+        position, view = first.data_ptr(), first[5:].view(-1)
         first.fill_(3.0)
         del first
         assert blocks.kept_bytes == 0
         other = blocks.empty(LARGE, torch.float16)
-        assert other.data_ptr() != place
+        assert other.data_ptr() != position
         assert bool((view == 3.0).all())
         del view
         assert blocks.kept_bytes == caching_allocator.LARGE_BYTES
         again = blocks.empty((LARGE[0] // 2, 2, 8), torch.bfloat16)
-        assert again.data_ptr() == place
+        assert again.data_ptr() == position
         assert again.shape == (LARGE[0] // 2, 2, 8)
         assert again.is_contiguous()
 
@@ -67,8 +67,8 @@ def test_threads_share_blocks() -> None:
 
     with blocks.caching():
         threads = [threading.Thread(target=fill, args=(number,)) for number in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert not wrong

@@ -16,11 +16,11 @@ SOURCE = torch.randint(0, 256, (9 * MIB,), dtype=torch.uint8)
 
 
 def check(length: int, to: int, start: int, threads: int) -> None:
-    whole = torch.full((to + length + 100,), 7, dtype=torch.uint8)
-    copy_pages(whole[to : to + length], SOURCE[start : start + length], threads=threads)
-    assert torch.equal(whole[to : to + length], SOURCE[start : start + length])
-    assert (whole[:to] == 7).all()
-    assert (whole[to + length :] == 7).all()
+    full = torch.full((to + length + 100,), 7, dtype=torch.uint8)
+    copy_pages(full[to : to + length], SOURCE[start : start + length], threads=threads)
+    assert torch.equal(full[to : to + length], SOURCE[start : start + length])
+    assert (full[:to] == 7).all()
+    assert (full[to + length :] == 7).all()
 
 
 def test_lengths(server):
@@ -68,6 +68,6 @@ def test_refusals(server):
 
 @pytest.mark.parametrize(("to", "start"), [(0, 0), (0, 1), (63, 0)])
 def test_overlap_is_refused(server, to, start):
-    whole = torch.zeros(200, dtype=torch.uint8)
+    full = torch.zeros(200, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"^src: overlaps"):
-        copy_pages(whole[to : to + 64], whole[start : start + 64])
+        copy_pages(full[to : to + 64], full[start : start + 64])

@@ -16,8 +16,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = list(TOLERANCE)
 
 
-def error(found, expected):
-    return ((found.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+def error(result, expected):
+    return ((result.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 def starts_of(counts):
@@ -48,14 +48,14 @@ def test_convolution_is_near_the_truth(server, dtype, silu):
     for counts, channels, taps in [((1,), 1, 1), ((5, 1, 9), 40, 4), ((2, 0, 3), 300, 3), ((7,), 513, 2), ((0,), 8, 4)]:
         x, weight, bias, states = conv_case(counts, channels, taps, dtype)
         for added in (bias, None):
-            mine, true = [each.clone() for each in states], [each.double() for each in states]
-            found = cpu_causal_conv(x, weight, added, mine, starts_of(counts), silu=silu)
+            selected, true = [state.clone() for state in states], [state.double() for state in states]
+            result = cpu_causal_conv(x, weight, added, selected, starts_of(counts), silu=silu)
             bounds = starts_of(counts).tolist()
             wide = None if added is None else added.double()
             expected = reference.causal_conv(x.double(), weight.double(), wide, true, bounds, silu=silu)
-            assert found.dtype == dtype
-            assert error(found, expected) <= TOLERANCE[dtype]
-            assert all(torch.equal(one.double(), other) for one, other in zip(mine, true, strict=True))
+            assert result.dtype == dtype
+            assert error(result, expected) <= TOLERANCE[dtype]
+            assert all(torch.equal(one.double(), other) for one, other in zip(selected, true, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,62 +68,62 @@ def test_rule_is_near_the_truth(server, dtype, channelwise):
         ((33,), (2, 2, 64, 64)),
         ((0,), (1, 1, 8, 8)),
     ]:
-        *given, decay, beta, states = rule_case(counts, shape, dtype, channelwise=channelwise)
-        mine, true = [each.clone() for each in states], [each.double() for each in states]
-        found = cpu_delta_rule(*given, decay, beta, mine, starts_of(counts))
-        exact = [each.double() for each in (*given, decay, beta)]
+        *inputs, decay, beta, states = rule_case(counts, shape, dtype, channelwise=channelwise)
+        selected, true = [state.clone() for state in states], [state.double() for state in states]
+        result = cpu_delta_rule(*inputs, decay, beta, selected, starts_of(counts))
+        exact = [item.double() for item in (*inputs, decay, beta)]
         expected = reference.delta_rule(*exact, true, starts_of(counts).tolist())
-        assert found.dtype == dtype
-        assert error(found, expected) <= TOLERANCE[dtype]
-        assert all(error(one, other) <= 1e-5 for one, other in zip(mine, true, strict=True))
+        assert result.dtype == dtype
+        assert error(result, expected) <= TOLERANCE[dtype]
+        assert all(error(one, other) <= 1e-5 for one, other in zip(selected, true, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_the_same_in_any_company_and_any_parts(isa, dtype):
     counts = (40, 1, 25, 3)
     x, weight, bias, before = conv_case(counts, 600, 4, dtype)
-    *given, decay, beta, states = rule_case(counts, (2, 4, 32, 96), dtype)
-    rows, bounds = (*given, decay, beta), starts_of(counts).tolist()
-    past, kept = [each.clone() for each in before], [each.clone() for each in states]
+    *inputs, decay, beta, states = rule_case(counts, (2, 4, 32, 96), dtype)
+    rows, bounds = (*inputs, decay, beta), starts_of(counts).tolist()
+    past, retained = [state.clone() for state in before], [state.clone() for state in states]
     convolved = cpu_causal_conv(x, weight, bias, past, starts_of(counts), silu=True, threads=2)
-    together = cpu_delta_rule(*rows, kept, starts_of(counts), threads=2)
+    together = cpu_delta_rule(*rows, retained, starts_of(counts), threads=2)
     for number, cuts in ((0, (16, 17, 33)), (2, (1, 2, 24)), (3, (2,))):
         for first, last in zip((0, *cuts), (*cuts, counts[number]), strict=True):
             some, alone = slice(bounds[number] + first, bounds[number] + last), starts_of([last - first])
             conv = cpu_causal_conv(x[some], weight, bias, [before[number]], alone, silu=True, threads=1)
-            rule = cpu_delta_rule(*(each[some] for each in rows), [states[number]], alone, threads=1)
+            rule = cpu_delta_rule(*(row[some] for row in rows), [states[number]], alone, threads=1)
             assert torch.equal(conv, convolved[some])
             assert torch.equal(rule, together[some])
         assert torch.equal(before[number], past[number])
-        assert torch.equal(states[number], kept[number])
+        assert torch.equal(states[number], retained[number])
 
 
 def test_what_is_not_a_number_stays_in_its_sequence(server):
-    *given, decay, beta, states = rule_case((3, 3), (1, 2, 8, 8), torch.float32)
-    given[2][1, 0, 5] = torch.nan
-    found = cpu_delta_rule(*given, decay, beta, states, starts_of((3, 3)))
-    assert found[1, 0].isnan().any()
-    assert found[3:].isfinite().all()
+    *inputs, decay, beta, states = rule_case((3, 3), (1, 2, 8, 8), torch.float32)
+    inputs[2][1, 0, 5] = torch.nan
+    result = cpu_delta_rule(*inputs, decay, beta, states, starts_of((3, 3)))
+    assert result[1, 0].isnan().any()
+    assert result[3:].isfinite().all()
     assert states[1].isfinite().all()
 
 
 def test_a_decay_to_nothing_forgets(server):
-    *given, decay, beta, states = rule_case((2,), (1, 1, 8, 8), torch.float32)
+    *inputs, decay, beta, states = rule_case((2,), (1, 1, 8, 8), torch.float32)
     decay[1] = -1e4
-    (fresh,) = cpu_delta_rule(*(x[1:] for x in (*given, decay, beta)), [torch.zeros(1, 8, 8)], starts_of((1,)))
-    found = cpu_delta_rule(*given, decay, beta, states, starts_of((2,)))
-    assert torch.allclose(found[1], fresh)
+    (fresh,) = cpu_delta_rule(*(x[1:] for x in (*inputs, decay, beta)), [torch.zeros(1, 8, 8)], starts_of((1,)))
+    result = cpu_delta_rule(*inputs, decay, beta, states, starts_of((2,)))
+    assert torch.allclose(result[1], fresh)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gated_norm_is_near_the_truth(server, dtype):
     for shape in [(3, 48), (300, 64), (4, 6, 33), (0, 8)]:
         x, gate, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
-        found = cpu_rms_norm(x, weight, 1e-6, gate=gate)
+        result = cpu_rms_norm(x, weight, 1e-6, gate=gate)
         expected = reference.rms_norm(x.double(), weight.double(), 1e-6, gate=gate.double())
-        assert error(found, expected) <= TOLERANCE[dtype]
+        assert error(result, expected) <= TOLERANCE[dtype]
         if len(shape) == 2 and len(x) and server != "torch":
-            assert torch.equal(cpu_rms_norm(x[1:2], weight, 1e-6, gate=gate[1:2]), found[1:2])
+            assert torch.equal(cpu_rms_norm(x[1:2], weight, 1e-6, gate=gate[1:2]), result[1:2])
 
 
 CONV = {
@@ -169,7 +169,7 @@ def test_a_wrong_argument_is_named(checker, good):
 
 @pytest.mark.parametrize("good", [CONV, RULE], ids=["convolution", "rule"])
 def test_each_sequence_has_a_state_of_its_own(checker, good):
-    call = (lambda **each: cpu_causal_conv(**each, silu=True)) if good is CONV else cpu_delta_rule
+    call = (lambda **item: cpu_causal_conv(**item, silu=True)) if good is CONV else cpu_delta_rule
     same = good["states"] * 2
     with pytest.raises(ValueError, match=r"^states: two sequences have the same one"):
         call(**good | {"states": same, "starts": starts_of((1, 2))})

@@ -114,12 +114,12 @@ def layer(
 
 
 def check(call: Layer, activation: str | Activation = "silu", **rest: Any) -> None:
-    found, expected = cpu_expert_ffn(**call.arguments(), activation=activation, **rest), call.truth(activation)
-    assert found.dtype == call.x.dtype
+    result, expected = cpu_expert_ffn(**call.arguments(), activation=activation, **rest), call.truth(activation)
+    assert result.dtype == call.x.dtype
     first = 0
     for count in call.counts:
         rows = slice(first, first + count)
-        assert relative_error(found[rows], expected[rows]) <= TOLERANCE[call.x.dtype]
+        assert relative_error(result[rows], expected[rows]) <= TOLERANCE[call.x.dtype]
         first += count
 
 
@@ -177,18 +177,18 @@ def test_large_gates_saturate(server, activation):
     call = layer([8], 64, 64, dtype=torch.float32, kind="float32")
     for factor in (1e-6, 50.0, 1000.0):
         scaled = replace(call, x=call.x * factor)
-        found = cpu_expert_ffn(**scaled.arguments(), activation=activation)
-        assert relative_error(found, scaled.truth(activation)) <= 1e-5
+        result = cpu_expert_ffn(**scaled.arguments(), activation=activation)
+        assert relative_error(result, scaled.truth(activation)) <= 1e-5
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_poison_stays_where_it_is(server, activation):
     call = layer([10, 10], 64, 32)
     call.x[3, 5] = float("nan")
-    found = cpu_expert_ffn(**call.arguments(), activation=activation).isfinite()
+    result = cpu_expert_ffn(**call.arguments(), activation=activation).isfinite()
     expected = torch.ones(20, 64, dtype=torch.bool)
     expected[3] = False
-    assert torch.equal(found, expected)
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -243,24 +243,24 @@ def alternating(tensors: Sequence[Tensor | None] | None) -> list[Tensor | None] 
     def mixed(both: Tensor) -> Tensor:
         return torch.stack(both.chunk(2), dim=1).flatten(0, 1)
 
-    return None if tensors is None else [None if each is None else mixed(each) for each in tensors]
+    return None if tensors is None else [None if tensor is None else mixed(tensor) for tensor in tensors]
 
 
 def in_form(call: Layer, form: str) -> dict[str, Any]:
     """The arguments of ``call``, its experts in another form."""
-    given = call.arguments()
+    inputs = call.arguments()
     if "interleaved" in form:
-        given |= {name: alternating(given[name]) for name in ("gate_up", "gate_up_bias")} | {"interleaved": True}
+        inputs |= {name: alternating(inputs[name]) for name in ("gate_up", "gate_up_bias")} | {"interleaved": True}
     if form.startswith("apart"):
         for first, second in (("gate_up", "up"), ("gate_up_bias", "up_bias")):
-            if (both := given[first]) is not None:
-                halves = [(None, None) if each is None else each.chunk(2) for each in both]
-                given[first], given[second] = ([pair[i] for pair in halves] for i in (0, 1))
+            if (both := inputs[first]) is not None:
+                halves = [(None, None) if item is None else item.chunk(2) for item in both]
+                inputs[first], inputs[second] = ([pair[i] for pair in halves] for i in (0, 1))
     if form in {"transposed", "transposed, interleaved", "gate_up transposed"}:
-        given["gate_up"] = transposed(given["gate_up"])
+        inputs["gate_up"] = transposed(inputs["gate_up"])
     if form in {"transposed", "transposed, interleaved", "apart, down transposed"}:
-        given["down"] = transposed(given["down"])
-    return given
+        inputs["down"] = transposed(inputs["down"])
+    return inputs
 
 
 @MIXES
@@ -268,8 +268,8 @@ def in_form(call: Layer, form: str) -> dict[str, Any]:
 def test_every_form(server, form, kind, dtype):
     for number, sizes in enumerate(((64, 32), (34, 70), (200, 130), (3, 1))):
         call = layer([1, 0, 7, 30, 3], *sizes, kind=kind, dtype=dtype, bias=(None, dtype, torch.float32)[number % 3])
-        found = cpu_expert_ffn(**in_form(call, form), activation="swiglu_oai", threads=2)
-        assert relative_error(found, call.truth("swiglu_oai")) <= TOLERANCE[dtype]
+        result = cpu_expert_ffn(**in_form(call, form), activation="swiglu_oai", threads=2)
+        assert relative_error(result, call.truth("swiglu_oai")) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -280,11 +280,11 @@ def test_without_a_gate(server, curve, dtype):
         call = layer([2, 0, 40, 130], 66, 70, dtype=dtype, bias=bias)
         halves = replace(call, up=[weight[:70] for weight in call.up])
         if call.up_bias is not None:
-            halves = replace(halves, up_bias=[each[:70] for each in call.up_bias])
+            halves = replace(halves, up_bias=[bia[:70] for bia in call.up_bias])
         check(halves, activation)
-        given = halves.arguments()
-        found = cpu_expert_ffn(**(given | {"gate_up": transposed(given["gate_up"])}), activation=activation)
-        assert relative_error(found, halves.truth(activation)) <= TOLERANCE[dtype]
+        inputs = halves.arguments()
+        result = cpu_expert_ffn(**(inputs | {"gate_up": transposed(inputs["gate_up"])}), activation=activation)
+        assert relative_error(result, halves.truth(activation)) <= TOLERANCE[dtype]
 
 
 @MIXES
@@ -311,7 +311,7 @@ def test_other_forms_are_refused_where_they_are_none(checker):
         (apart | {"up_bias": None}, "up_bias"),
         (call.arguments() | {"up_bias": call.arguments()["gate_up_bias"]}, "up_bias"),
         (apart | {"up": [*apart["up"][:-1], apart["up"][-1][:-1]]}, "up"),
-        (turned | {"gate_up": [each if each is None else each[:, ::2] for each in turned["gate_up"]]}, "gate_up"),
+        (turned | {"gate_up": [item if item is None else item[:, ::2] for item in turned["gate_up"]]}, "gate_up"),
     ):
         refused(cpu_expert_ffn, wrong, {name})
 
@@ -416,9 +416,9 @@ def test_experts_are_refused_or_right(server, data):
     }
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     try:
-        found = cpu_expert_ffn(**call, offsets=offsets)
+        result = cpu_expert_ffn(**call, offsets=offsets)
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in call
         return
     expected = reference.expert_ffn(**call, offsets=offsets.tolist())
-    assert relative_error(found, expected.double()) <= 1e-5
+    assert relative_error(result, expected.double()) <= 1e-5

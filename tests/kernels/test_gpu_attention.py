@@ -50,8 +50,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=str)
 def test_a_mixed_batch(device, dtype, tolerance):
     case = ragged(MIXED, dtype=dtype, device=device)
-    found = case.call(attend)
-    assert found.dtype == dtype and distance(found, case.truth()) <= tolerance
+    result = case.call(attend)
+    assert result.dtype == dtype and distance(result, case.truth()) <= tolerance
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -68,9 +68,9 @@ def test_a_value_that_is_no_number_reaches_its_token(device):
     case.q[:, :, 0] = 1
     sound, rows = case.call(attend), [0, 5, 14]  # decodes, within a prompt, after cached tokens
     case.k[rows, :, 0], case.v[rows] = -torch.inf, torch.nan
-    found = case.call(attend)
-    assert found[[0, *range(5, 10), *range(14, 17)]].isnan().all()
-    assert torch.equal(found[1], sound[1]) and sound.isfinite().all()
+    result = case.call(attend)
+    assert result[[0, *range(5, 10), *range(14, 17)]].isnan().all()
+    assert torch.equal(result[1], sound[1]) and sound.isfinite().all()
 
 
 def test_heads_in_steps(device, monkeypatch):
@@ -142,19 +142,19 @@ def test_a_row_depends_on_its_own_sequence_alone(device, request):
         pytest.skip("torch chooses its own order of sums")
     heads = {"heads": 2, "kv_heads": 1, "device": device}
     form = prompt_form(device, torch.float32, 2, 1, 16)
-    whole = ragged([Sequence(start=0, count=75)], **heads)
-    rows = whole.call(attend)
+    full = ragged([Sequence(start=0, count=75)], **heads)
+    rows = full.call(attend)
     for cut in (1, 40):
         later = ragged([Sequence(start=cut, count=75 - cut), Sequence(start=3, count=5)], **heads)
         for name in ("q", "k", "v"):
-            getattr(later, name)[: 75 - cut] = getattr(whole, name)[cut:]
-        later.rest["cache"] = torch.stack((whole.k, whole.v), 1)
+            getattr(later, name)[: 75 - cut] = getattr(full, name)[cut:]
+        later.rest["cache"] = torch.stack((full.k, full.v), 1)
         later.rest["buffer"] = None
         entries = [*range(0, cut, 16), 0]
         later.batch = RaggedBatch([75 - cut, 5], [cut, 3], [0, 0], entries, decoding=0, block_size=16, form=form)
         later.batch.land(later.batch.table.to(device))
-        found = later.call(attend)[: 75 - cut]
-        assert torch.equal(found, rows[cut:]) or (device.type == "cpu" and distance(found, rows[cut:]) <= 1e-6)
+        result = later.call(attend)[: 75 - cut]
+        assert torch.equal(result, rows[cut:]) or (device.type == "cpu" and distance(result, rows[cut:]) <= 1e-6)
 
 
 def test_as_the_kernels_of_the_cpu(device):
@@ -174,16 +174,16 @@ def test_as_the_kernels_of_the_cpu(device):
         form=prompt_form(device, torch.float32, 6, 2, 16),
     )
     batch.land(batch.table.to(device))
-    found = attend(*(each.to(device) for each in (q, k, v)), batch, 0.25, window=45, cache=slots.to(device)).cpu()
+    result = attend(*(item.to(device) for item in (q, k, v)), batch, 0.25, window=45, cache=slots.to(device)).cpu()
     after = [int(tables[s, length // size]) * size + length % size for s, length in enumerate(lengths)]
     prompts = (torch.tensor([0, 6, 9], dtype=torch.int32), 0.25)
     cache = (paged[0], paged[1], tables[2:], torch.tensor([50, 33], dtype=torch.int32))
     expected = cpu_prefill_attention(q[2:], k[2:], v[2:], *prompts, window=45, cache=cache)
-    torch.testing.assert_close(found[2:], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result[2:], expected, rtol=1e-5, atol=1e-5)
     cpu_kv_append(paged[0], paged[1], k[:2], v[:2], torch.tensor(after))
     seen = torch.tensor(lengths, dtype=torch.int32) + 1
     expected = cpu_gqa_decode(q[:2], paged[0], paged[1], tables[:2], seen, 0.25, window=45)
-    torch.testing.assert_close(found[:2], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result[:2], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -227,9 +227,9 @@ def test_new_rows_are_read_as_an_int8_cache_gives_them_back(device, dtype):
     codes = torch.empty(6, 2, 3, 24, dtype=torch.int8, device=device)
     scales = torch.empty(6, 2, 3, device=device)
     append(k, v, codes, torch.arange(6, device=device), cache_scale=scales)
-    for which, found in enumerate(through_int8(k, v)):
+    for which, result in enumerate(through_int8(k, v)):
         wanted = reference.dequantise(codes[:, which], scales[:, which], dtype)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_fetch_copies_pieces(device):
@@ -241,8 +241,8 @@ def test_fetch_copies_pieces(device):
     pieces = torch.tensor([[500 - 20 * i, 2 * i + 1, 1 + i % 2] for i in range(20)] + [[2, 45, 30]], dtype=torch.int32)
     fetch(source, into, pieces.to(device))
     expected = torch.zeros_like(into, device="cpu")
-    for slot, place, count in pieces.tolist():
-        expected[place : place + count] = source[slot : slot + count]
+    for slot, position, count in pieces.tolist():
+        expected[position : position + count] = source[slot : slot + count]
     assert torch.equal(into.cpu(), expected)
 
 

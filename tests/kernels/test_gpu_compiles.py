@@ -89,16 +89,16 @@ def test_cuda_kernel_compiles(stored: int, gated: bool, tmp_path: Path, monkeypa
     monkeypatch.setenv("MOELIGHT_CACHE", str(tmp_path))
     variant = grouped_cuda.Variant(stored=stored, gated=gated, rows=grouped_cuda.SLOT_ROWS, aligned=True)
     image = grouped_cuda.binary(variant)
-    (kept,) = (tmp_path / "kernels").iterdir()
-    assert kept.read_bytes() == grouped_cuda.binary(variant) == image
+    (retained,) = (tmp_path / "kernels").iterdir()
+    assert retained.read_bytes() == grouped_cuda.binary(variant) == image
     tool = Path(importlib.import_module("triton").__file__ or "").parent / "backends/nvidia/bin/cuobjdump"
-    said, code = (
-        subprocess.run([tool, flag, kept], check=True, capture_output=True, text=True).stdout
+    message, code = (
+        subprocess.run([tool, flag, retained], check=True, capture_output=True, text=True).stdout
         for flag in ("-res-usage", "-sass")
     )
-    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", said)}
-    assert used["STACK"] == used["LOCAL"] == 0, said
-    assert used["REG"] * 2 * grouped_cuda.THREADS <= 1 << 16, said
-    assert used["SHARED"] * 2 <= 64 << 10, said
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", message)}
+    assert used["STACK"] == used["LOCAL"] == 0, message
+    assert used["REG"] * 2 * grouped_cuda.THREADS <= 1 << 16, message
+    assert used["SHARED"] * 2 <= 64 << 10, message
     assert "HMMA.1688.F32" in code and "LDSM" in code
     assert not re.search(r"\b(LDL|STL)\b", code)

@@ -42,13 +42,13 @@ def layer(
 
 
 def table(up: list[Matrix[Tensor]], down: list[Matrix[Tensor]], device: torch.device, **options: Any) -> Any:
-    given = ([None if each is None else moved(each, device) for each in side] for side in (up, down))
-    return QuantizedTable.of(*given, **{"activations": "int8", **options})
+    inputs = ([None if item is None else moved(item, device) for item in side] for side in (up, down))
+    return QuantizedTable.of(*inputs, **{"activations": "int8", **options})
 
 
 def truth(x: Tensor, pages: Any, offsets: Tensor) -> Tensor:
     """By the reference."""
-    parts = {name: [moved(each, torch.device("cpu")) for each in pages.parts[name]] for name in ("gate_up", "down")}
+    parts = {name: [moved(part, torch.device("cpu")) for part in pages.parts[name]] for name in ("gate_up", "down")}
     return reference.expert_ffn(
         x.cpu(),
         parts["gate_up"],
@@ -70,18 +70,18 @@ def test_rows_are_rounded_as_tokens_are(name: str, dtype: torch.dtype, device: t
     x[0, :256], x[1, 40], x[2, 70], x[3], x[4, :32] = 1e-38, torch.inf, torch.nan, 0, 1e-33
     x = x.to(dtype)
     tokens = torch.tensor([6, 0, 1, 2, 3, 4, 5])
-    found = round_rows(x.to(device), stored, tokens.to(device))
-    numbers, scales = round_tokens(x[tokens], found.group)
+    result = round_rows(x.to(device), stored, tokens.to(device))
+    values, scales = round_tokens(x[tokens], result.group)
     groups = scales.shape[1]
-    all_numbers, all_scales = found.values.cpu().int(), found.scales.cpu().nan_to_num(-1.0)
-    assert torch.equal(all_numbers[:, : groups * found.group].view(numbers.shape), numbers)
+    all_numbers, all_scales = result.values.cpu().int(), result.scales.cpu().nan_to_num(-1.0)
+    assert torch.equal(all_numbers[:, : groups * result.group].view(values.shape), values)
     assert torch.equal(all_scales[:, :groups], scales.nan_to_num(-1.0))
-    assert not all_numbers[:, groups * found.group :].any() and not all_scales[:, groups:].any()
+    assert not all_numbers[:, groups * result.group :].any() and not all_scales[:, groups:].any()
     if (sums := stored.token_sums) == "groups":
-        assert torch.equal(found.sums.cpu()[:, :groups], numbers.sum(-1, dtype=torch.int32))
+        assert torch.equal(result.sums.cpu()[:, :groups], values.sum(-1, dtype=torch.int32))
     elif sums == "parts":
-        halves = found.sums.float().cpu().view(*scales.shape, 2, 8).sum(2)
-        assert torch.equal(halves, numbers.view(*scales.shape, 8, 32).sum(-1).float())
+        halves = result.sums.float().cpu().view(*scales.shape, 2, 8).sum(2)
+        assert torch.equal(halves, values.view(*scales.shape, 8, 32).sum(-1).float())
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -111,18 +111,18 @@ def test_gated_experts_in_16_bits(interleaved: bool, device: torch.device) -> No
     up, down = layer(FORMS["mxfp4"], 64, 64, gated=True, experts=3)
     options: dict[str, Any] = {
         "interleaved": interleaved,
-        "gate_up_bias": [torch.randn(each.rows).to(device) for each in up],
-        "down_bias": [torch.randn(each.rows).to(device) for each in down],
+        "gate_up_bias": [torch.randn(item.rows).to(device) for item in up],
+        "down_bias": [torch.randn(item.rows).to(device) for item in down],
         "activation": Activation("silu", 1.702, 7.0, 1.0),
     }
-    for each in (up, down, options["gate_up_bias"], options["down_bias"]):
-        each[1] = None  # type: ignore[call-overload]
+    for item in (up, down, options["gate_up_bias"], options["down_bias"]):
+        item[1] = None  # type: ignore[call-overload]
     x, offsets = rows_of((3, 1, 2), up[0].columns, torch.bfloat16, device)
-    found, exact = (
+    result, exact = (
         expert_ffn(x, table(up, down, device, activations=how, **options), offsets) for how in ("int8", "auto")
     )
-    assert not found[3].any()
-    assert 0 < distance(found, exact.double().cpu()) < 0.05
+    assert not result[3].any()
+    assert 0 < distance(result, exact.double().cpu()) < 0.05
 
 
 def test_a_side_may_be_rounded_alone(device: torch.device) -> None:
@@ -131,10 +131,10 @@ def test_a_side_may_be_rounded_alone(device: torch.device) -> None:
     pages = table(up, down, device, activations=("int8", "auto"))
     x, offsets = rows_of((1, 20), pages.hidden, torch.float32, device)
     x[2, 7] = torch.inf
-    found, wanted = expert_ffn(x, pages, offsets).cpu(), truth(x, pages, offsets)
-    assert found[2].isnan().all()
+    result, wanted = expert_ffn(x, pages, offsets).cpu(), truth(x, pages, offsets)
+    assert result[2].isnan().all()
     finite = torch.arange(21) != 2
-    assert distance(found[finite], wanted[finite].double()) < 1e-4
+    assert distance(result[finite], wanted[finite].double()) < 1e-4
     other = [matrix(FORMATS["fp8 rows"], 128, 128, seed=e) for e in range(2)]
     pages = table(up, other, device, activations=("int8", "auto"))
     assert expert_ffn(x, pages, offsets)[finite.to(device)].isfinite().all()
@@ -147,8 +147,8 @@ def test_a_side_may_be_rounded_alone(device: torch.device) -> None:
 def test_cards_without_integer_units_unpack() -> None:
     assert serving.card_serves_integers((8, 0))[0] and serving.card_serves_integers((9, 0))[0]
     assert "registers" in serving.card_serves_integers((10, 0))[1] and not serving.card_serves_integers((12, 0))[0]
-    served, why = serving.card_serves_integers((7, 5))
-    assert not served and "8.0" in why
+    served, reason = serving.card_serves_integers((7, 5))
+    assert not served and "8.0" in reason
 
 
 @pytest.mark.parametrize("card", [(8, 0), (8, 9), (9, 0), (12, 0)])

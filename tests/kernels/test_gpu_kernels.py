@@ -41,9 +41,9 @@ def test_experts(device, dtype, tolerance, rows):
     counts, (hidden, width) = COUNTS[rows], SIZES[rows]
     layer = floats(len(counts), hidden, width, dtype, device)
     x, offsets = rows_of(counts, hidden, dtype, device)
-    found = expert_ffn(x, layer.pages, offsets)
-    assert found.dtype == dtype
-    assert distance(found, layer.truth(x, counts)) <= tolerance
+    result = expert_ffn(x, layer.pages, offsets)
+    assert result.dtype == dtype
+    assert distance(result, layer.truth(x, counts)) <= tolerance
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_activations_and_biases(device, activation, dtype):
     counts = COUNTS["empty experts"]
     layer = floats(len(counts), 48, 40, dtype, device, bias=True)
     x, offsets = rows_of(counts, 48, dtype, device)
-    found = expert_ffn(x, layer.pages, offsets, activation=activation)
-    assert distance(found, layer.truth(x, counts, activation)) <= DTYPES[dtype]
+    result = expert_ffn(x, layer.pages, offsets, activation=activation)
+    assert distance(result, layer.truth(x, counts, activation)) <= DTYPES[dtype]
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_every_form(device, form, dtype, bias):
 
 def test_without_a_gate(device):
     counts, by = COUNTS["ragged"], Activation("relu2", gated=False)
-    whole = floats(len(counts), 40, 36, torch.float32, device, bias=True)
-    parts = {name: list(tensors) for name, tensors in whole.pages.parts.items() if tensors}
+    full = floats(len(counts), 40, 36, torch.float32, device, bias=True)
+    parts = {name: list(tensors) for name, tensors in full.pages.parts.items() if tensors}
     down = [torch.randn(40, 72, device=device) for _ in counts]
     pages = PageTable.of(**(parts | {"down": down}), activation=by)
-    layer = replace(whole, pages=pages, down=[each.double().cpu() for each in down])
+    layer = replace(full, pages=pages, down=[item.double().cpu() for item in down])
     x, offsets = rows_of(counts, 40, torch.float32, device)
     assert distance(expert_ffn(x, pages, offsets), layer.truth(x, counts)) <= DTYPES[torch.float32]
 
@@ -126,9 +126,9 @@ def test_bfloat16_experts_of_float16_rows(device):
     counts, hidden, width = (0, 3, 0, 20, 1), 80, 33
     layer = floats(len(counts), hidden, width, torch.bfloat16, device, bias=True)
     x, offsets = rows_of(counts, hidden, torch.float16, device)
-    found = expert_ffn(x, layer.pages, offsets)
-    assert found.dtype == torch.float32
-    assert distance(found, layer.truth(x, counts)) <= DTYPES[torch.float16]
+    result = expert_ffn(x, layer.pages, offsets)
+    assert result.dtype == torch.float32
+    assert distance(result, layer.truth(x, counts)) <= DTYPES[torch.float16]
     loud, tokens = x * 200, torch.arange(len(x), device=device).flip(0)
     truth = layer.truth(loud, counts)
     assert truth.abs().max() > 65504
@@ -143,9 +143,9 @@ def test_weights_that_float16_does_not_hold(device):
         tensors, exact = layer.pages.parts[part], getattr(layer, part)
         tensors[2][1, 3], exact[2][1, 3] = value, torch.tensor(value).bfloat16().double()
     x, offsets = rows_of(counts, 48, torch.float16, device)
-    found = expert_ffn(x, layer.pages, offsets, wide=True)
-    assert distance(found, layer.truth(x, counts)) <= DTYPES[torch.float16]
-    assert distance(found[:3], layer.truth(x, counts)[:3]) <= DTYPES[torch.float16]
+    result = expert_ffn(x, layer.pages, offsets, wide=True)
+    assert distance(result, layer.truth(x, counts)) <= DTYPES[torch.float16]
+    assert distance(result[:3], layer.truth(x, counts)[:3]) <= DTYPES[torch.float16]
     assert not expert_ffn(x, layer.pages, offsets)[3:].isfinite().all(), "and is not silent without"
 
 
@@ -163,17 +163,19 @@ def test_an_arena_is_a_list_of_pages_elsewhere(device):
     hidden, width, counts = 32, 24, (3, 2, 0, 4)
     layer = floats(4, hidden, width, torch.float16, device)
     x, offsets = rows_of(counts, hidden, torch.float16, device)
-    whole, slot = expert_ffn(x, layer.pages, offsets), 3 * hidden * width + 8
+    full, slot = expert_ffn(x, layer.pages, offsets), 3 * hidden * width + 8
     arena = torch.full((5 * slot,), 9.0, dtype=torch.float16, device=device)
     places = [3, 0, -1, 4]
-    for e, place in enumerate(places):
-        if place >= 0:
-            arena[place * slot : place * slot + 2 * hidden * width] = layer.pages.parts["gate_up"][e].flatten()
-            arena[place * slot + 2 * hidden * width : (place + 1) * slot - 8] = layer.pages.parts["down"][e].flatten()
-    slots = [arena[place * slot : (place + 1) * slot - 8] if place >= 0 else None for place in places]
-    gate_up = [each if each is None else each[: 2 * hidden * width].view(2 * width, hidden) for each in slots]
-    down = [each if each is None else each[2 * hidden * width :].view(hidden, width) for each in slots]
-    assert torch.equal(expert_ffn(x, PageTable.of(gate_up, down), offsets), whole)
+    for e, position in enumerate(places):
+        if position >= 0:
+            arena[position * slot : position * slot + 2 * hidden * width] = layer.pages.parts["gate_up"][e].flatten()
+            arena[position * slot + 2 * hidden * width : (position + 1) * slot - 8] = layer.pages.parts["down"][
+                e
+            ].flatten()
+    slots = [arena[position * slot : (position + 1) * slot - 8] if position >= 0 else None for position in places]
+    gate_up = [slot if slot is None else slot[: 2 * hidden * width].view(2 * width, hidden) for slot in slots]
+    down = [slot if slot is None else slot[2 * hidden * width :].view(hidden, width) for slot in slots]
+    assert torch.equal(expert_ffn(x, PageTable.of(gate_up, down), offsets), full)
 
 
 def test_the_page_of_an_expert_is_what_the_index_holds_when_the_kernels_run(device):
@@ -184,11 +186,11 @@ def test_the_page_of_an_expert_is_what_the_index_holds_when_the_kernels_run(devi
     assert (chosen.experts, chosen.pages) == (5, 4)
     x, offsets = rows_of((2, 3, 0, 1, 4), 32, torch.float16, device)
     index.copy_(torch.tensor([2, -1, 0, 4, 1]))
-    found = expert_ffn(x, chosen, offsets)
+    result = expert_ffn(x, chosen, offsets)
     alone, others = rows_of((0, 4, 2, 0), 32, torch.float16, device)
     alone[:4], alone[4:] = x[6:], x[:2]
     expected = expert_ffn(alone, layer.pages, others)
-    assert torch.equal(found, torch.cat((expected[4:], torch.zeros_like(found[:4]), expected[:4])))
+    assert torch.equal(result, torch.cat((expected[4:], torch.zeros_like(result[:4]), expected[:4])))
 
 
 def test_rows_of_an_expert_that_is_elsewhere_are_zeros(device):
@@ -197,9 +199,9 @@ def test_rows_of_an_expert_that_is_elsewhere_are_zeros(device):
     for tensors in parts.values():
         tensors[1] = None
     x, offsets = rows_of((2, 3, 1), 32, torch.float32, device)
-    found = expert_ffn(x, PageTable.of(**parts), offsets)
-    assert not found[2:5].any()
-    assert torch.equal(found[[0, 1, 5]], expert_ffn(x, layer.pages, offsets)[[0, 1, 5]])
+    result = expert_ffn(x, PageTable.of(**parts), offsets)
+    assert not result[2:5].any()
+    assert torch.equal(result[[0, 1, 5]], expert_ffn(x, layer.pages, offsets)[[0, 1, 5]])
 
 
 def test_in_place_strided_and_empty(device):
@@ -221,13 +223,13 @@ def test_a_layer_from_logits_to_sums(device, dtype, tolerance):
         x, logits = torch.randn(tokens, 48).to(dtype).to(device), torch.randn(tokens, experts).to(dtype).to(device)
         weights, ids = route(logits, top_k, normalize=True)
         source, places, offsets = by_expert(ids, experts)
-        found = combine(expert_ffn(x, layer.pages, offsets, tokens=source), weights, places)
+        result = combine(expert_ffn(x, layer.pages, offsets, tokens=source), weights, places)
         truth = torch.zeros(tokens, 48, dtype=torch.float64)
         for e in range(experts):
             every = layer.truth(x, tuple(tokens if other == e else 0 for other in range(experts)))
             truth += every * (weights.double() * (ids == e)).sum(1, keepdim=True).cpu()
-        assert found.dtype == dtype
-        assert distance(found, truth) <= tolerance
+        assert result.dtype == dtype
+        assert distance(result, truth) <= tolerance
 
 
 @EVERY_DTYPE
@@ -280,11 +282,11 @@ def test_a_sum_of_parts_is_that_of_the_whole(device, dtype, tolerance):
     sums = torch.full((4, 20), torch.nan, device=device)
     for first, last in ((0, 3), (3, 4)):
         begun = combine(results[first:last], weights, places, out=sums, first=first, begun=begun)
-    found = combine(results[4:], weights, places, out=residual.clone(), add=True, first=4, begun=begun)
-    whole = combine(results, weights, places)
-    assert torch.equal(found, residual + whole)
+    result = combine(results[4:], weights, places, out=residual.clone(), add=True, first=4, begun=begun)
+    full = combine(results, weights, places)
+    assert torch.equal(result, residual + full)
     truth = (results.double()[places] * weights.double().unsqueeze(-1)).sum(1)
-    assert distance(whole, truth.cpu()) <= tolerance
+    assert distance(full, truth.cpu()) <= tolerance
 
 
 def test_rows_are_sorted_by_expert_then_token(device, monkeypatch):
@@ -295,8 +297,8 @@ def test_rows_are_sorted_by_expert_then_token(device, monkeypatch):
         ids = torch.rand(tokens, experts).topk(top_k).indices.sort().values.to(torch.int32)
         ids[ids == 4] = 5
         order = ids.flatten().sort(stable=True).indices
-        found, places, offsets = by_expert(ids.to(device), experts)
-        assert torch.equal(found.cpu(), order // top_k)
+        result, places, offsets = by_expert(ids.to(device), experts)
+        assert torch.equal(result.cpu(), order // top_k)
         assert torch.equal(places.cpu().flatten()[order], torch.arange(tokens * top_k))
         assert offsets.diff().tolist() == torch.bincount(ids.flatten().long(), minlength=experts).tolist()
         assert (offsets[0], offsets.dtype) == (0, torch.int32)
@@ -310,9 +312,9 @@ def test_slots_stay_inside_whatever_the_offsets_are(device):
 
     for offsets in ([0, 5, 3, 99, -4, 40], [-7, -3, 0, 0, 0, 0], [0, 2**31 - 1, 0, 0, 7, 7], [0, 20, 20, 36, 36, 40]):
         slots = torch.full((12, 3), 77, dtype=torch.int32, device=device)
-        given = torch.tensor(offsets, dtype=torch.int32, device=device)
+        inputs = torch.tensor(offsets, dtype=torch.int32, device=device)
         index = torch.tensor([3, -9, 8, 9, 2**31 - 1], dtype=torch.int32, device=device)
-        grouped_triton.map_slots[(3,)](given, index, slots, 5, 9, 40, 11, BM=16, PADDED=8, SLOTS=4)
+        grouped_triton.map_slots[(3,)](inputs, index, slots, 5, 9, 40, 11, BM=16, PADDED=8, SLOTS=4)
         assert (slots[11] == 77).all()
         for page, row, last in slots[:11].tolist():
             assert page in {-1, 3, 8, 9}, "9: the column without addresses"
@@ -348,7 +350,7 @@ def test_triton_serves_a_card_where_the_cuda_kernel_fails(monkeypatch):
         monkeypatch.setattr(serving, name, lambda *_, value=value: value)
     monkeypatch.setattr(serving, "reads_host", lambda *_: (False, "there is no card"))
     few, many = (
-        each for each in serving.serving_on(torch.device("cuda", 0)) if each.operation.startswith("experts of")
+        item for item in serving.serving_on(torch.device("cuda", 0)) if item.operation.startswith("experts of")
     )
     assert (few.implementation, many.implementation) == ("triton", "triton")
     assert "the CUDA kernel does not run here" in many.reason

@@ -30,32 +30,32 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return torch.device("cuda" if request.param == "cuda" else "cpu")
 
 
-def near(found: Tensor, expected: Tensor) -> bool:
+def near(result: Tensor, expected: Tensor) -> bool:
     """Equal up to the last place: only the order of a sum differs."""
     step = 2 * torch.finfo(expected.dtype).eps
-    return torch.allclose(found.cpu().double(), expected.double(), rtol=max(step, 1e-6), atol=1e-30)
+    return torch.allclose(result.cpu().double(), expected.double(), rtol=max(step, 1e-6), atol=1e-30)
 
 
 @EVERY_DTYPE
 def test_norm(device: torch.device, dtype: torch.dtype) -> None:
     for shape in ((1, 1), (3, 48), (4, 1100), (0, 8)):
         x, weight = torch.randn(shape).mul(3).to(dtype), torch.randn(shape[-1]).to(dtype)
-        found = norm.rms_norm(x.to(device), weight.to(device), EPS)
-        assert near(found, norm.cpu_rms_norm(x, weight, EPS))
+        result = norm.rms_norm(x.to(device), weight.to(device), EPS)
+        assert near(result, norm.cpu_rms_norm(x, weight, EPS))
 
 
 @EVERY_DTYPE
 def test_what_is_added_stays_rounded_in_x(device: torch.device, dtype: torch.dtype) -> None:
     """Rows apart from each other, and what lies between them is left alone."""
     wide, add, weight = (torch.randn(shape).to(dtype) for shape in ((5, 200), (5, 90), (90,)))
-    there = wide.clone().to(device)
-    x, total = there[:, 30:120], wide[:, 30:120] + add
-    found = norm.rms_norm(x, weight.to(device), EPS, add=add.to(device))
+    present = wide.clone().to(device)
+    x, total = present[:, 30:120], wide[:, 30:120] + add
+    result = norm.rms_norm(x, weight.to(device), EPS, add=add.to(device))
     assert torch.equal(x.cpu(), total)
-    assert torch.equal(there[:, :30].cpu(), wide[:, :30]) and torch.equal(there[:, 120:].cpu(), wide[:, 120:])
-    assert near(found, norm.cpu_rms_norm(total, weight, EPS))
+    assert torch.equal(present[:, :30].cpu(), wide[:, :30]) and torch.equal(present[:, 120:].cpu(), wide[:, 120:])
+    assert near(result, norm.cpu_rms_norm(total, weight, EPS))
     assert norm.rms_norm(x, weight.to(device), EPS, out=x) is x
-    assert torch.equal(x, found)
+    assert torch.equal(x, result)
 
 
 HEADS = [(1, 1, 1, 2), (5, 6, 2, 40), (3, 4, 1, 128), (2, 1, 3, 66), (0, 2, 1, 8)]
@@ -71,9 +71,9 @@ def test_heads(device: torch.device, dtype: torch.dtype, clip: float | None, nor
         angle = torch.randn(tokens, size // 2).mul(9).repeat(1, 2)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         norms = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if normed else None
-        there = fused.clone().to(device)
+        present = fused.clone().to(device)
         norm.finish_heads(
-            there,
+            present,
             cos.to(device),
             sin.to(device),
             queries=queries,
@@ -87,15 +87,15 @@ def test_heads(device: torch.device, dtype: torch.dtype, clip: float | None, nor
         for part, weight in enumerate(norms or ()):
             parts[part] = norm.cpu_rms_norm(parts[part].contiguous(), weight, EPS)
         turned = [norm.cpu_rotate(part.contiguous(), cos, sin) for part in parts[:2]]
-        found = there.cpu().split((queries, keys, keys), dim=1)
-        assert torch.equal(found[2], parts[2])
-        for mine, theirs in zip(found[:2], turned, strict=True):
+        result = present.cpu().split((queries, keys, keys), dim=1)
+        assert torch.equal(result[2], parts[2])
+        for selected, theirs in zip(result[:2], turned, strict=True):
             if normed:
                 scale = float(theirs.abs().max()) if theirs.numel() else 1.0
                 step = 4 * max(torch.finfo(dtype).eps, 1e-6)
-                assert torch.allclose(mine.double(), theirs.double(), rtol=step, atol=step * scale)
+                assert torch.allclose(selected.double(), theirs.double(), rtol=step, atol=step * scale)
             else:
-                assert torch.equal(mine, theirs)
+                assert torch.equal(selected, theirs)
 
 
 LOUD = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, of the interpreter
@@ -107,20 +107,20 @@ def test_mixed_norm(device: torch.device, dtype: torch.dtype) -> None:
     """Weights of any dtype; rounded once; the watch stays finite until a result is not."""
     for shape in ((3, 48), (2, 1100), (0, 8)):
         x, add, weight = torch.randn(shape).mul(1e5), torch.randn(shape).half(), torch.randn(shape[-1]).to(dtype)
-        there, finite, total = x.clone().to(device), torch.zeros(3, device=device), (x + add).double()
-        given = weight.to(device), EPS, torch.float16
-        found = norm.rms_norm_mixed(there, *given, add=add.to(device), finite=finite[1:2])
-        assert torch.equal(there.cpu(), x + add)
+        present, finite, total = x.clone().to(device), torch.zeros(3, device=device), (x + add).double()
+        inputs = weight.to(device), EPS, torch.float16
+        result = norm.rms_norm_mixed(present, *inputs, add=add.to(device), finite=finite[1:2])
+        assert torch.equal(present.cpu(), x + add)
         exact = total * (total.square().mean(1, keepdim=True) + EPS).rsqrt() * weight.double()
-        assert found.dtype == torch.float16 and near(found, exact.half())
+        assert result.dtype == torch.float16 and near(result, exact.half())
         assert finite.isfinite().all()
         if shape[0]:
-            there[1, 7] = torch.inf
-            norm.rms_norm_mixed(there, *given, finite=finite[1:2])
+            present[1, 7] = torch.inf
+            norm.rms_norm_mixed(present, *inputs, finite=finite[1:2])
             assert finite.isfinite().tolist() == [True, False, True]
-            rows = there[:1].mul(1e-5).half()
+            rows = present[:1].mul(1e-5).half()
             expected = norm.cpu_rms_norm(rows.cpu().float(), weight.float(), EPS).half()
-            assert norm.rms_norm_mixed(rows, *given, out=rows) is rows and near(rows, expected)
+            assert norm.rms_norm_mixed(rows, *inputs, out=rows) is rows and near(rows, expected)
 
 
 @LOUD
@@ -139,26 +139,26 @@ def test_mixed_heads(
         angle = torch.randn(3, size // 2).mul(9).repeat(1, 2)
         cos, sin = angle.cos().half(), angle.sin().half()
         norms = (torch.randn(size).to(normed), torch.randn(size).to(normed)) if normed else None
-        there, given = fused.clone().to(device), {"queries": queries, "keys": keys, "clip": clip, "eps": EPS}
+        present, inputs = fused.clone().to(device), {"queries": queries, "keys": keys, "clip": clip, "eps": EPS}
         placed = None if norms is None else (norms[0].to(device), norms[1].to(device))
-        norm.finish_heads(there, cos.to(device), sin.to(device), norms=placed, mixed=True, **given)
+        norm.finish_heads(present, cos.to(device), sin.to(device), norms=placed, mixed=True, **inputs)
         q, k, v = (part.contiguous() for part in fused.split((queries, keys, keys), dim=1))
         for part, weight in zip((q, k), norms or (), strict=norms is not None):
             part.copy_(norm.cpu_rms_norm(part.float(), weight.float(), EPS).half())
-        found = there.cpu().split((queries, keys, keys), dim=1)
-        for mine, theirs in zip(found[:2], (q, k), strict=True):
+        result = present.cpu().split((queries, keys, keys), dim=1)
+        for selected, theirs in zip(result[:2], (q, k), strict=True):
             assert torch.allclose(
-                mine, norm.cpu_rotate(theirs, cos, sin), rtol=2e-3, atol=2e-3 * bool(norms), equal_nan=True
+                selected, norm.cpu_rotate(theirs, cos, sin), rtol=2e-3, atol=2e-3 * bool(norms), equal_nan=True
             )
-        assert torch.equal(found[2][[0, 2]], v[[0, 2]])
-        assert found[2][1].isnan().all() if lost is not None else torch.equal(found[2][1], v[1])
+        assert torch.equal(result[2][[0, 2]], v[[0, 2]])
+        assert result[2][1].isnan().all() if lost is not None else torch.equal(result[2][1], v[1])
 
 
 def test_what_is_not_a_number_stays_in_its_row(device: torch.device) -> None:
     x, weight = torch.randn(3, 64, device=device), torch.ones(64, device=device)
     x[1, 5] = torch.nan
-    found = norm.rms_norm(x, weight, EPS)
-    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+    result = norm.rms_norm(x, weight, EPS)
+    assert result[1].isnan().all() and result[[0, 2]].isfinite().all()
     qkv, cos = torch.full((1, 3, 4), torch.nan, device=device), torch.ones(1, 4, device=device)
     norm.finish_heads(qkv, cos, cos, queries=1, keys=1, clip=1.0)
     assert qkv.isnan().all()
@@ -174,12 +174,12 @@ def test_wrong_arguments_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -
     for wrong in (torch.zeros(7), torch.zeros(3, 5), torch.zeros(3, 8, dtype=torch.float64), torch.zeros(3, 4, 7)):
         with pytest.raises(ValueError, match=rf"^(x|weight|{name}): "):
             if name in rows:
-                given = rows | {name: wrong}
-                norm.rms_norm(given["x"], given["weight"], EPS, add=given["add"], out=given["out"])
+                inputs = rows | {name: wrong}
+                norm.rms_norm(inputs["x"], inputs["weight"], EPS, add=inputs["add"], out=inputs["out"])
             else:
-                given = heads | {name: wrong}
-                norms = given["q_norm"], torch.zeros(8)
-                norm.finish_heads(given["qkv"], given["cos"], given["sin"], queries=2, keys=1, norms=norms)
+                inputs = heads | {name: wrong}
+                norms = inputs["q_norm"], torch.zeros(8)
+                norm.finish_heads(inputs["qkv"], inputs["cos"], inputs["sin"], queries=2, keys=1, norms=norms)
 
 
 @examples(15)
@@ -195,6 +195,6 @@ def test_more_rows_by_expert_than_are_read_at_a_time() -> None:
 
 
 def check_sorted(ids: Tensor, experts: int) -> None:
-    found, (_, token, position, offsets) = by_expert(ids, experts), sort_by_expert(ids, experts)
-    for mine, theirs in zip(found, (token, position, offsets), strict=True):
-        assert torch.equal(mine.long(), theirs.long())
+    result, (_, token, position, offsets) = by_expert(ids, experts), sort_by_expert(ids, experts)
+    for selected, theirs in zip(result, (token, position, offsets), strict=True):
+        assert torch.equal(selected.long(), theirs.long())

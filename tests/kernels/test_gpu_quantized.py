@@ -48,9 +48,9 @@ def unpacked(weight: Matrix[Tensor], depth: int, device: torch.device) -> Tensor
     form = table.forms["gate_up"]
     constants = {"CODES": triton_dtype(form.dtype_of(0)), "SCALE": triton_dtype(form.dtype_of(1))}
     out = torch.full((weight.columns, weight.rows), torch.nan, device=device)
-    given = (table.table, table.table.stride(0), out, weight.rows, weight.columns, here.stored.groups(weight.columns))
+    inputs = (table.table, table.table.stride(0), out, weight.rows, weight.columns, here.stored.groups(weight.columns))
     grid = (-(-weight.columns // depth), -(-weight.rows // 32))
-    write_tile[grid](*given, **constants, FORM=form.tile(depth), EVEN=weight.columns % depth == 0, BN=32, BK=depth)
+    write_tile[grid](*inputs, **constants, FORM=form.tile(depth), EVEN=weight.columns % depth == 0, BN=32, BK=depth)
     return out.t().cpu()
 
 
@@ -99,33 +99,33 @@ def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, bia
     rest: dict[str, Any] = {"activation": Activation("silu", 1.702, 7.0, 1.0), "interleaved": pairing == "interleaved"}
     if biased:
         rest |= {
-            f"{name}_bias": [torch.randn(each.rows).to(dtype).to(device) for each in drawn[name]] for name in drawn
+            f"{name}_bias": [torch.randn(item.rows).to(dtype).to(device) for item in drawn[name]] for name in drawn
         }
 
-    def without(each: list[Any]) -> list[Any]:
-        return [each[0], None, each[2]]
+    def without(item: list[Any]) -> list[Any]:
+        return [item[0], None, item[2]]
 
-    rest = {name: without(each) if isinstance(each, list) else each for name, each in rest.items()}
-    given = {name: without([moved(each, device) for each in all_]) for name, all_ in drawn.items()}
-    quantised = QuantizedTable.of(**given, **rest)
+    rest = {name: without(item) if isinstance(item, list) else item for name, item in rest.items()}
+    inputs = {name: without([moved(item, device) for item in all_]) for name, all_ in drawn.items()}
+    quantised = QuantizedTable.of(**inputs, **rest)
     if pairing == "apart":  # tables of plain numbers want up as far behind in every page
-        numbers = {name: [dense_values(each, dtype).to(device) for each in all_] for name, all_ in drawn.items()}
-        joined = [torch.cat(each) for each in zip(numbers["gate_up"], numbers.pop("up"), strict=True)]
-        numbers["gate_up"] = joined
+        values = {name: [dense_values(item, dtype).to(device) for item in all_] for name, all_ in drawn.items()}
+        joined = [torch.cat(item) for item in zip(values["gate_up"], values.pop("up"), strict=True)]
+        values["gate_up"] = joined
         if biased:
             pairs = zip(rest["gate_up_bias"], rest.pop("up_bias"), strict=True)
             rest["gate_up_bias"] = [None if gate is None else torch.cat((gate, up)) for gate, up in pairs]
     else:
-        numbers = {name: [dense_values(each, dtype).to(device) for each in all_] for name, all_ in drawn.items()}
-    return quantised, PageTable.of(**{name: without(each) for name, each in numbers.items()}, **rest)
+        values = {name: [dense_values(item, dtype).to(device) for item in all_] for name, all_ in drawn.items()}
+    return quantised, PageTable.of(**{name: without(number) for name, number in values.items()}, **rest)
 
 
-def alike(found: Tensor, wanted: Tensor) -> bool:
+def alike(result: Tensor, wanted: Tensor) -> bool:
     """Bit for bit; on a device but for the order of sums within a tensor unit's product, which Triton permutes by the
     width of the codes as they are loaded."""
-    if found.device.type == "cpu":
-        return torch.equal(found, wanted)
-    return found.dtype == wanted.dtype and distance(found, wanted.double().cpu()) <= TOLERANCES[found.dtype]
+    if result.device.type == "cpu":
+        return torch.equal(result, wanted)
+    return result.dtype == wanted.dtype and distance(result, wanted.double().cpu()) <= TOLERANCES[result.dtype]
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_products_are_those_of_the_numbers(
     form: str, pairing: str, dtype: torch.dtype, biased: bool, device: torch.device
 ) -> None:
     """As tiles are alike; rows gathered, and of an expert elsewhere."""
-    quantised, numbers = layer(form, pairing, device, dtype, biased)
+    quantised, values = layer(form, pairing, device, dtype, biased)
     x, offsets = rows_of((3, 1, 18), quantised.hidden, dtype, device)
     tokens = torch.arange(len(x), device=device).flip(0)
-    found, wanted = (expert_ffn(x, pages, offsets, tokens=tokens) for pages in (quantised, numbers))
-    assert alike(found, wanted)
-    assert wanted[:3].any() and not found[3].any()
+    result, wanted = (expert_ffn(x, pages, offsets, tokens=tokens) for pages in (quantised, values))
+    assert alike(result, wanted)
+    assert wanted[:3].any() and not result[3].any()
 
 
 def test_mixed_precision_asks_for_float32(device: torch.device) -> None:
@@ -164,16 +164,16 @@ def test_mixed_precision_asks_for_float32(device: torch.device) -> None:
 
 
 def test_experts_of_plain_numbers_beside_quantised_ones(device: torch.device) -> None:
-    quantised, numbers = layer("packed int4", "joined", device, torch.float32, biased=False)
-    pages = QuantizedTable.of(quantised.parts["gate_up"], numbers.parts["down"], activation=quantised.activation)
+    quantised, values = layer("packed int4", "joined", device, torch.float32, biased=False)
+    pages = QuantizedTable.of(quantised.parts["gate_up"], values.parts["down"], activation=quantised.activation)
     x, offsets = rows_of((2, 1, 3), pages.hidden, torch.float32, device)
-    assert alike(expert_ffn(x, pages, offsets), expert_ffn(x, numbers, offsets))
+    assert alike(expert_ffn(x, pages, offsets), expert_ffn(x, values, offsets))
 
 
 def test_tables_name_the_wrong_argument() -> None:
     cpu = torch.device("cpu")
     right, _ = layer("packed int4", "apart", cpu, torch.float32, biased=True)
-    parts = {name: list(each) for name, each in right.parts.items()}
+    parts = {name: list(part) for name, part in right.parts.items()}
     other, short = matrix(TILES["mxfp4"], 40, 128), matrix(TILES["packed int4"], 40, 256)
     for name, wrong in (
         ("gate_up", None),

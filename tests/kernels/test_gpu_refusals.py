@@ -42,10 +42,10 @@ WRONG = {
 
 def test_experts_name_the_wrong_argument():
     for name, wrong in [(name, w) for name, all_wrong in WRONG.items() for w in all_wrong]:
-        given = arguments(torch.device("cpu"))
-        given[name] = wrong(given.get(name)) if callable(wrong) else wrong
+        inputs = arguments(torch.device("cpu"))
+        inputs[name] = wrong(inputs.get(name)) if callable(wrong) else wrong
         with pytest.raises(ValueError, match=rf"^{name}: "):
-            expert_ffn(given.pop("x"), given.pop("pages"), given.pop("offsets"), **given)
+            expert_ffn(inputs.pop("x"), inputs.pop("pages"), inputs.pop("offsets"), **inputs)
 
 
 def matrices(**change: Any) -> dict[str, Any]:
@@ -93,23 +93,23 @@ SUMMED = {
 
 @pytest.mark.parametrize(("name", "wrong"), [(name, w) for name, all_wrong in ROUTED.items() for w in all_wrong])
 def test_route_names_the_wrong_argument(name, wrong):
-    given = {"logits": torch.randn(3, 4), "top_k": 2}
-    given[name] = wrong(given[name]) if callable(wrong) else wrong
+    inputs = {"logits": torch.randn(3, 4), "top_k": 2}
+    inputs[name] = wrong(inputs[name]) if callable(wrong) else wrong
     with pytest.raises(ValueError, match=rf"^{name}: "):
-        route(given["logits"], given["top_k"], normalize=True)
+        route(inputs["logits"], inputs["top_k"], normalize=True)
 
 
 def test_combine_names_the_wrong_argument():
     for name, wrong in [(name, w) for name, all_wrong in SUMMED.items() for w in all_wrong]:
-        given = {
+        inputs = {
             "results": torch.randn(6, 8),
             "weights": torch.rand(3, 2),
             "places": torch.arange(6).view(3, 2),
             "out": None,
         }
-        given[name] = wrong(given[name]) if callable(wrong) else wrong
+        inputs[name] = wrong(inputs[name]) if callable(wrong) else wrong
         with pytest.raises(ValueError, match=rf"^{name}: "):
-            combine(given.pop("results"), given.pop("weights"), given.pop("places"), **given)
+            combine(inputs.pop("results"), inputs.pop("weights"), inputs.pop("places"), **inputs)
 
 
 def test_the_rest_names_the_wrong_argument():
@@ -141,29 +141,29 @@ def test_experts_refuse_or_are_right(data):
     x, offsets = data.draw(tensors(x), label="x"), data.draw(tensors(offsets), label="offsets")
     tokens = data.draw(st.none() | tensors(torch.tensor([0, 4, 1, 1, 2])), label="tokens")
     try:
-        found = expert_ffn(x, layer.pages, offsets, tokens=tokens)
+        result = expert_ffn(x, layer.pages, offsets, tokens=tokens)
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in {"x", "offsets", "tokens"}
         return
     rest = {"activation": SILU, "tokens": tokens}
-    expected = expert_ffn_in_torch(x, layer.pages, offsets, out=torch.empty_like(found), **rest)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    expected = expert_ffn_in_torch(x, layer.pages, offsets, out=torch.empty_like(result), **rest)
+    assert torch.allclose(result, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @FUZZ
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_combine_refuses_or_is_right(data):
-    given = {
+    inputs = {
         "results": torch.randn(5, 4),
         "weights": torch.rand(3, 2),
         "places": torch.tensor([[0, 4], [1, 1], [3, 2]]),
     }
-    given = {name: data.draw(tensors(tensor), label=name) for name, tensor in given.items()}
+    inputs = {name: data.draw(tensors(tensor), label=name) for name, tensor in inputs.items()}
     try:
-        found = combine(**given)
+        result = combine(**inputs)
     except ValueError as refusal:
-        assert str(refusal).split(":")[0] in given
+        assert str(refusal).split(":")[0] in inputs
         return
-    truth = (given["results"].double()[given["places"]] * given["weights"].double().unsqueeze(-1)).sum(1)
-    assert torch.allclose(found, truth.to(found.dtype), rtol=1e-2, atol=1e-3, equal_nan=True)
+    truth = (inputs["results"].double()[inputs["places"]] * inputs["weights"].double().unsqueeze(-1)).sum(1)
+    assert torch.allclose(result, truth.to(result.dtype), rtol=1e-2, atol=1e-3, equal_nan=True)

@@ -86,20 +86,20 @@ def test_whole_numbers_are_those_of_the_matrix() -> None:
     """Of every format: whole numbers times scales are its numbers, and rounded tokens are within half a step."""
     for name, stored in FORMS.items():
         weight = matrix(stored, *sizes(name, 40, 200))
-        found = whole_numbers(weight)
-        group, part = (torch.arange(weight.columns) // each for each in (found.group, found.part))
-        numbers = found.values * found.scales[:, group]
-        if found.steps is not None:
-            numbers = numbers * found.steps[:, part]
-        if found.lows is not None and found.least is not None:
-            numbers = numbers - found.lows[:, part] * found.least[:, group]
-        torch.testing.assert_close(numbers, dense_values(weight, torch.float32), rtol=1e-6, atol=1e-5)
-        assert found.values.abs().max() < 1 << 9 and found.group % found.part == 0
+        result = whole_numbers(weight)
+        group, part = (torch.arange(weight.columns) // item for item in (result.group, result.part))
+        values = result.values * result.scales[:, group]
+        if result.steps is not None:
+            values = values * result.steps[:, part]
+        if result.lows is not None and result.least is not None:
+            values = values - result.lows[:, part] * result.least[:, group]
+        torch.testing.assert_close(values, dense_values(weight, torch.float32), rtol=1e-6, atol=1e-5)
+        assert result.values.abs().max() < 1 << 9 and result.group % result.part == 0
     x = generator(0)(5, 200)
-    numbers, scales = round_tokens(x, 64)
-    near = (numbers * scales.unsqueeze(-1)).flatten(1)[:, :200]
+    values, scales = round_tokens(x, 64)
+    near = (values * scales.unsqueeze(-1)).flatten(1)[:, :200]
     assert ((near - x).abs() <= scales.repeat_interleave(64, 1)[:, :200] * 0.5001).all()
-    assert numbers.abs().max() == 127
+    assert values.abs().max() == 127
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -139,23 +139,23 @@ def test_experts(name: str, pairing: str, server: str, monkeypatch: pytest.Monke
         biases["up_bias"] = [randn(inner) for _ in up]
     options = {"interleaved": pairing == "interleaved", "activation": "swiglu_oai", "up": more} | biases
     x, offsets = randn(9, hidden).bfloat16(), torch.tensor([0, 4, 9], dtype=torch.int32)
-    found = cpu_expert_ffn(x, up, down, offsets, activations="int8", threads=2, **options)
+    result = cpu_expert_ffn(x, up, down, offsets, activations="int8", threads=2, **options)
     exact = cpu_expert_ffn(x, up, down, offsets, **options)
     coarse = FORMS[name].integer_groups(256)[0] == 256  # columns that share a scale: what is small is lost beside them
-    assert 0 < (found - exact).float().norm() < (0.05 if coarse else 0.03) * exact.float().norm()
+    assert 0 < (result - exact).float().norm() < (0.05 if coarse else 0.03) * exact.float().norm()
     if server != "torch":  # whose exponential function is another
         with serving("scalar", monkeypatch):
-            same_bits(found, cpu_expert_ffn(x, up, down, offsets, activations="int8", threads=1, **options))
+            same_bits(result, cpu_expert_ffn(x, up, down, offsets, activations="int8", threads=1, **options))
 
 
 def test_gate_and_up_may_be_rounded_where_down_is_not(server: str) -> None:
     """And the other way round: each side is what it is alone."""
     x, offsets = generator(4)(5, 256).bfloat16(), torch.tensor([0, 5], dtype=torch.int32)
     up, down = matrix(FORMATS["Q4_K"], 512, 256, seed=1), matrix(FORMATS["Q3_K"], 256, 256, seed=2)
-    found = cpu_expert_ffn(x, [up], [down], offsets, activations=("int8", "auto"))
+    result = cpu_expert_ffn(x, [up], [down], offsets, activations=("int8", "auto"))
     gate, wide = cpu_linear(x, up, activations="int8").float().chunk(2, dim=1)
     inner = (torch.nn.functional.silu(gate) * wide).bfloat16()
-    torch.testing.assert_close(found, cpu_linear(inner, down), rtol=0.02, atol=0.02 * float(found.abs().max()))
+    torch.testing.assert_close(result, cpu_linear(inner, down), rtol=0.02, atol=0.02 * float(result.abs().max()))
     other = cpu_expert_ffn(
         x,
         [matrix(FORMATS["Q3_K"], 512, 256)],
@@ -174,9 +174,9 @@ def test_tokens_of_any_size(server: str) -> None:
     x = generator(0)(5, 96)
     x[0, :32], x[1, 40], x[2, 70], x[3] = 1e-38, torch.inf, torch.nan, 0
     x[4] *= 1e30
-    found = product(x, weight)
-    same_bits(found, integer_product(x, weight))
-    assert found[[1, 2]].isnan().all() and not found[3].any() and found[[0, 4]].isfinite().all()
+    result = product(x, weight)
+    same_bits(result, integer_product(x, weight))
+    assert result[[1, 2]].isnan().all() and not result[3].any() and result[[0, 4]].isfinite().all()
 
 
 @pytest.mark.parametrize("name", FORMS)

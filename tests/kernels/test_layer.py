@@ -28,7 +28,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 0.1) -
 
 def weights(dtype: torch.dtype, *, full: bool, norms_all: bool = False) -> dict[str, Tensor]:
     rows = (QUERIES + 2 * KEYS) * SIZE
-    found = {
+    result = {
         "input_norm": random(HIDDEN, dtype=dtype, std=1.0),
         "qkv": random(rows, HIDDEN, dtype=dtype),
         "o": random(HIDDEN, QUERIES * SIZE, dtype=dtype),
@@ -36,10 +36,10 @@ def weights(dtype: torch.dtype, *, full: bool, norms_all: bool = False) -> dict[
         "router": random(EXPERTS, HIDDEN, dtype=dtype),
     }
     if full:
-        found |= {"qkv_bias": random(rows, dtype=dtype), "o_bias": random(HIDDEN, dtype=dtype)}
+        result |= {"qkv_bias": random(rows, dtype=dtype), "o_bias": random(HIDDEN, dtype=dtype)}
         sizes = {"q_norm": SIZE * QUERIES, "k_norm": SIZE * KEYS} if norms_all else {"q_norm": SIZE, "k_norm": SIZE}
-        found |= {name: random(size, dtype=dtype, std=1.0) for name, size in sizes.items()}
-    return found
+        result |= {name: random(size, dtype=dtype, std=1.0) for name, size in sizes.items()}
+    return result
 
 
 def experts(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -47,36 +47,36 @@ def experts(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     return gate_up, [random(HIDDEN, WIDTH, dtype=dtype) for _ in range(EXPERTS)]
 
 
-def layer_of(given: dict[str, Tensor], **changes: Any) -> DecoderLayer:
-    return DecoderLayer(**{**given, "eps": EPS, "head_dim": SIZE, **ROUTER, **changes})
+def layer_of(inputs: dict[str, Tensor], **changes: Any) -> DecoderLayer:
+    return DecoderLayer(**{**inputs, "eps": EPS, "head_dim": SIZE, **ROUTER, **changes})
 
 
 def angles(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     half = torch.rand(tokens, SIZE // 2)
-    whole = torch.cat((half, half), dim=1)
-    return whole.cos().to(dtype), whole.sin().to(dtype)
+    full = torch.cat((half, half), dim=1)
+    return full.cos().to(dtype), full.sin().to(dtype)
 
 
-def before_by_kernels(given: dict[str, Tensor], hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x = cpu_rms_norm(hidden, given["input_norm"], EPS)
-    heads = cpu_linear(x, given["qkv"], given.get("qkv_bias")).unflatten(1, (-1, SIZE))
-    if "q_norm" in given:
+def before_by_kernels(inputs: dict[str, Tensor], hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = cpu_rms_norm(hidden, inputs["input_norm"], EPS)
+    heads = cpu_linear(x, inputs["qkv"], inputs.get("qkv_bias")).unflatten(1, (-1, SIZE))
+    if "q_norm" in inputs:
         q, k = heads[:, :QUERIES], heads[:, QUERIES : QUERIES + KEYS]
-        if len(given["q_norm"]) > SIZE:
+        if len(inputs["q_norm"]) > SIZE:
             q, k = q.flatten(1), k.flatten(1)  # views: the rows of a product
-        cpu_rms_norm(q, given["q_norm"], EPS, out=q)
-        cpu_rms_norm(k, given["k_norm"], EPS, out=k)
+        cpu_rms_norm(q, inputs["q_norm"], EPS, out=q)
+        cpu_rms_norm(k, inputs["k_norm"], EPS, out=k)
     turned = heads[:, : QUERIES + KEYS]
     cpu_rotate(turned, cos, sin, out=turned)
     return heads
 
 
 def after_by_kernels(
-    given: dict[str, Tensor], hidden: Tensor, attention: Tensor, gate_up: Any, down: Any, **how: Any
+    inputs: dict[str, Tensor], hidden: Tensor, attention: Tensor, gate_up: Any, down: Any, **how: Any
 ) -> None:
-    projected = cpu_linear(attention, given["o"], given.get("o_bias"))
-    x = cpu_rms_norm(hidden, given["post_norm"], EPS, add=projected)
-    shares, ids = cpu_route(cpu_linear(x, given["router"]), 2, normalize=True, round_weights=True)
+    projected = cpu_linear(attention, inputs["o"], inputs.get("o_bias"))
+    x = cpu_rms_norm(hidden, inputs["post_norm"], EPS, add=projected)
+    shares, ids = cpu_route(cpu_linear(x, inputs["router"]), 2, normalize=True, round_weights=True)
     by_expert = cpu_sort_by_expert(ids, EXPERTS)
     rows = cpu_expert_ffn(cpu_gather_rows(x, by_expert.token), gate_up, down, by_expert.offsets, **how)
     cpu_scatter_sum(rows, by_expert.position, shares, hidden, residual=True)
@@ -87,18 +87,18 @@ def after_by_kernels(
 @pytest.mark.parametrize("full", [False, True])
 def test_equals_its_kernels(dtype: torch.dtype, tokens: int, full: bool) -> None:
     torch.manual_seed(tokens)
-    given, (gate_up, down) = weights(dtype, full=full), experts(dtype)
-    layer, bound = layer_of(given), BoundExperts(HIDDEN, gate_up, down, activation=SILU)
+    inputs, (gate_up, down) = weights(dtype, full=full), experts(dtype)
+    layer, bound = layer_of(inputs), BoundExperts(HIDDEN, gate_up, down, activation=SILU)
     hidden, attention = random(tokens, HIDDEN, dtype=dtype), random(tokens, QUERIES * SIZE, dtype=dtype)
     turns = angles(tokens, dtype)
     for threads in (1, 3):
         assert torch.equal(
-            layer.before_attention(hidden, *turns, threads=threads), before_by_kernels(given, hidden, *turns)
+            layer.before_attention(hidden, *turns, threads=threads), before_by_kernels(inputs, hidden, *turns)
         )
-        found, wanted = hidden.clone(), hidden.clone()
-        layer.after_attention(found, attention, bound, threads=threads)
-        after_by_kernels(given, wanted, attention, gate_up, down)
-        assert torch.equal(found, wanted)
+        result, wanted = hidden.clone(), hidden.clone()
+        layer.after_attention(result, attention, bound, threads=threads)
+        after_by_kernels(inputs, wanted, attention, gate_up, down)
+        assert torch.equal(result, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -108,10 +108,10 @@ def test_whole_layers_equal_their_kernels(dtype: torch.dtype, int8: bool, tokens
     """Three layers, of which each has norms of another kind; sequences end within and at the end of a block."""
     torch.manual_seed(tokens)
     norms: list[dict[str, bool]] = [{"full": False}, {"full": True}, {"full": True, "norms_all": True}]
-    given, shape = [weights(dtype, **each) for each in norms], (3 * tokens, KEYS, 16, SIZE)
-    every, hidden, turns = [experts(dtype) for _ in given], random(tokens, HIDDEN, dtype=dtype), angles(tokens, dtype)
+    inputs, shape = [weights(dtype, **norm) for norm in norms], (3 * tokens, KEYS, 16, SIZE)
+    every, hidden, turns = [experts(dtype) for _ in inputs], random(tokens, HIDDEN, dtype=dtype), angles(tokens, dtype)
     caches: list[dict[str, Tensor]] = []
-    for _ in given:
+    for _ in inputs:
         if int8:
             codes = {name: torch.randint(-127, 128, shape, dtype=torch.int8) for name in ("k_cache", "v_cache")}
             caches.append(codes | {name: torch.rand(shape[:3]) / 127 for name in ("k_scale", "v_scale")})
@@ -121,41 +121,44 @@ def test_whole_layers_equal_their_kernels(dtype: torch.dtype, int8: bool, tokens
     lens, how = torch.randint(1, 49, (tokens,), dtype=torch.int32), {"window": 20}
     lens[0] = 48
     for threads in (1, 2):
-        mine = [{name: each.clone() for name, each in cache.items()} for cache in caches]
-        theirs = [{name: each.clone() for name, each in cache.items()} for cache in caches]
-        found, wanted = hidden.clone(), hidden.clone()
-        layers, bound = [layer_of(each) for each in given], [PagedCache(**each, scale=0.25, **how) for each in mine]
-        of_layers = [BoundExperts(HIDDEN, *each, activation=SILU) for each in every]
-        decode_layers(layers, found, *turns, bound, tables, lens, of_layers, threads=threads)
-        for layer, cache, (gate_up, down) in zip(given, theirs, every, strict=True):
+        selected = [{name: item.clone() for name, item in cache.items()} for cache in caches]
+        theirs = [{name: item.clone() for name, item in cache.items()} for cache in caches]
+        result, wanted = hidden.clone(), hidden.clone()
+        layers, bound = (
+            [layer_of(item) for item in inputs],
+            [PagedCache(**item, scale=0.25, **how) for item in selected],
+        )
+        of_layers = [BoundExperts(HIDDEN, *item, activation=SILU) for item in every]
+        decode_layers(layers, result, *turns, bound, tables, lens, of_layers, threads=threads)
+        for layer, cache, (gate_up, down) in zip(inputs, theirs, every, strict=True):
             heads = before_by_kernels(layer, wanted, *turns)
             q, k, v = heads.split((QUERIES, KEYS, KEYS), dim=1)
             paged = {"block_tables": tables, "seq_lens": lens, "scale": 0.25, "k_new": k, "v_new": v, **how}
             attention = cpu_gqa_decode(q, **cache, **paged)
             after_by_kernels(layer, wanted, attention.flatten(1), gate_up, down)
-        assert torch.equal(found, wanted)
-        for one, other in zip(mine, theirs, strict=True):
+        assert torch.equal(result, wanted)
+        for one, other in zip(selected, theirs, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_experts_in_other_forms() -> None:
     torch.manual_seed(0)
-    given, (gate_up, down) = weights(torch.bfloat16, full=False), experts(torch.bfloat16)
-    layer, attention = layer_of(given), random(7, QUERIES * SIZE)
+    inputs, (gate_up, down) = weights(torch.bfloat16, full=False), experts(torch.bfloat16)
+    layer, attention = layer_of(inputs), random(7, QUERIES * SIZE)
     form = {"activation": Activation("gelu_tanh"), "interleaved": True}
     form["gate_up_bias"] = [random(2 * WIDTH) for _ in range(EXPERTS)]
-    found = random(7, HIDDEN)
-    wanted = found.clone()
-    layer.after_attention(found, attention, BoundExperts(HIDDEN, gate_up, down, **form))
-    after_by_kernels(given, wanted, attention, gate_up, down, **form)
-    assert torch.equal(found, wanted)
+    result = random(7, HIDDEN)
+    wanted = result.clone()
+    layer.after_attention(result, attention, BoundExperts(HIDDEN, gate_up, down, **form))
+    after_by_kernels(inputs, wanted, attention, gate_up, down, **form)
+    assert torch.equal(result, wanted)
 
 
 def test_an_expert_elsewhere_that_a_token_needs_is_named() -> None:
-    given, (gate_up, down) = weights(torch.bfloat16, full=False), experts(torch.bfloat16)
+    inputs, (gate_up, down) = weights(torch.bfloat16, full=False), experts(torch.bfloat16)
     bound = BoundExperts(HIDDEN, [None, *gate_up[1:]], [None, *down[1:]], activation=SILU)
     with pytest.raises(IndexError, match="experts: 0 has tokens and None"):
-        layer_of(given, top_k=EXPERTS).after_attention(random(1, HIDDEN), random(1, QUERIES * SIZE), bound)
+        layer_of(inputs, top_k=EXPERTS).after_attention(random(1, HIDDEN), random(1, QUERIES * SIZE), bound)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +179,8 @@ def test_wrong_weights_are_named(changes: dict[str, Any], message: str) -> None:
 
 
 def test_wrong_activations_are_named() -> None:
-    given = weights(torch.bfloat16, full=False)
-    layer, bound = layer_of(given), BoundExperts(HIDDEN, *experts(torch.bfloat16), activation=SILU)
+    inputs = weights(torch.bfloat16, full=False)
+    layer, bound = layer_of(inputs), BoundExperts(HIDDEN, *experts(torch.bfloat16), activation=SILU)
     hidden, attention = random(2, HIDDEN), random(2, QUERIES * SIZE)
     cos, sin = angles(2, torch.bfloat16)
     with pytest.raises(ValueError, match="hidden: columns must be 96"):
@@ -186,7 +189,7 @@ def test_wrong_activations_are_named() -> None:
         layer.before_attention(hidden, cos, sin[:1])
     with pytest.raises(ValueError, match="attention: must have the dtype of the layer"):
         layer.after_attention(hidden, attention.float(), bound)
-    fewer = BoundExperts(HIDDEN, *(each[1:] for each in experts(torch.bfloat16)), activation=SILU)
+    fewer = BoundExperts(HIDDEN, *(expert[1:] for expert in experts(torch.bfloat16)), activation=SILU)
     with pytest.raises(ValueError, match="experts: must be as many as the router has, are 4"):
         layer.after_attention(hidden, attention, fewer)
 

@@ -51,19 +51,19 @@ def truth(x, weight, bias=None):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_stored_form_and_shape(server, kind, dtype):
     for tokens, rows, depth in SHAPES:
-        x, kept = generator(1)(tokens, depth).to(dtype), stored(kind, rows, depth)
-        found = cpu_linear(x, kept, threads=2)
-        assert found.dtype == dtype
-        assert found.shape == (tokens, rows)
-        assert relative_error(found, truth(x, kept)) <= TOLERANCE[dtype], (tokens, rows, depth)
+        x, retained = generator(1)(tokens, depth).to(dtype), stored(kind, rows, depth)
+        result = cpu_linear(x, retained, threads=2)
+        assert result.dtype == dtype
+        assert result.shape == (tokens, rows)
+        assert relative_error(result, truth(x, retained)) <= TOLERANCE[dtype], (tokens, rows, depth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bias(server, dtype):
     for wide in [False, True]:
-        x, kept = generator(1)(11, 70).to(dtype), stored("bfloat16", 90, 70)
+        x, retained = generator(1)(11, 70).to(dtype), stored("bfloat16", 90, 70)
         bias = generator(2)(90).to(torch.float32 if wide else dtype)
-        assert relative_error(cpu_linear(x, kept, bias), truth(x, kept, bias)) <= TOLERANCE[dtype]
+        assert relative_error(cpu_linear(x, retained, bias), truth(x, retained, bias)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,41 +97,41 @@ def test_poison_stays_where_it_is(server, dtype):
         x, weight = generator(1)(20, 70).to(dtype), generator(2)(30, 70).to(dtype)
         x[13, 69] = poison
         weight[7, 3] = poison
-        found = cpu_linear(x, weight).isfinite()
+        result = cpu_linear(x, weight).isfinite()
         expected = torch.ones(20, 30, dtype=torch.bool)
         expected[13], expected[:, 7] = False, False
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_is_the_same_in_any_company(lanes, kind, dtype):
     depth = 2176
-    x, kept = generator(1)(530, depth).to(dtype), stored(kind, 70, depth)
-    together = cpu_linear(x, kept, threads=2)
+    x, retained = generator(1)(530, depth).to(dtype), stored(kind, 70, depth)
+    together = cpu_linear(x, retained, threads=2)
     for row in (0, 5, 6, 95, 96, 383, 511, 512, 529):
-        assert torch.equal(cpu_linear(x[row : row + 1], kept, threads=1)[0], together[row])
+        assert torch.equal(cpu_linear(x[row : row + 1], retained, threads=1)[0], together[row])
     order = torch.randperm(530, generator=torch.Generator().manual_seed(4))
     for count, threads in ((2, 1), (7, 2), (17, 3), (100, 1), (385, 2)):
         chosen = order[:count]
-        assert torch.equal(cpu_linear(x[chosen], kept, threads=threads), together[chosen])
+        assert torch.equal(cpu_linear(x[chosen], retained, threads=threads), together[chosen])
 
 
 @pytest.mark.parametrize("shape", [(70, 1024), (33, 4096), (64, 384), (3, 32)], ids=str)
 def test_as_many_tokens_as_a_cache_holds_are_the_same_alone(lanes, shape):
     rows, depth = shape
-    x, kept = generator(1)(97, depth).bfloat16(), stored("bfloat16", rows, depth)
-    alone = torch.cat([cpu_linear(x[row : row + 1], kept, threads=1) for row in range(len(x))])
+    x, retained = generator(1)(97, depth).bfloat16(), stored("bfloat16", rows, depth)
+    alone = torch.cat([cpu_linear(x[row : row + 1], retained, threads=1) for row in range(len(x))])
     for count, threads in ((2, 1), (7, 1), (8, 2), (9, 1), (13, 1), (16, 2), (33, 1), (64, 2), (97, 1)):
-        assert torch.equal(cpu_linear(x[:count], kept, threads=threads), alone[:count])
+        assert torch.equal(cpu_linear(x[:count], retained, threads=threads), alone[:count])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lanes_agree(lanes, kind):
-    x, kept = generator(1)(9, 3000), stored(kind, 50, 3000)
-    found = cpu_linear(x, kept)
+    x, retained = generator(1)(9, 3000), stored(kind, 50, 3000)
+    result = cpu_linear(x, retained)
     native.extension().set_isa("scalar")
-    assert relative_error(found, cpu_linear(x, kept).double()) <= 1e-5
+    assert relative_error(result, cpu_linear(x, retained).double()) <= 1e-5
 
 
 ARGUMENTS = {
@@ -196,10 +196,10 @@ def test_linear_refuses_or_is_right(server, data):
         "bias": data.draw(st.sampled_from((None, torch.ones(rows), torch.ones(rows).half(), torch.ones(3)))),
     }
     try:
-        found = cpu_linear(**arguments, threads=2)
+        result = cpu_linear(**arguments, threads=2)
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in arguments
         return
     expected = reference.linear(**arguments)
-    assert found.shape == expected.shape
-    assert relative_error(found, expected.double()) <= 1e-2
+    assert result.shape == expected.shape
+    assert relative_error(result, expected.double()) <= 1e-2

@@ -62,12 +62,12 @@ def latent(lengths, *, heads=4, size=32, rotary=8, block_size=16, dtype=torch.fl
 
 def test_the_twin_is_the_formula():
     call = latent([1, 45, 0, 100], heads=3, size=20, rotary=6, block_size=7)
-    found = call.truth()
+    result = call.truth()
     for b, length in enumerate(call.seq_lens.tolist()):
         rows = call.cache[call.block_tables[b].long()].flatten(0, 1)[:length].double()
         q = torch.cat((call.q_nope_absorbed[b], call.q_rope[b]), dim=-1).double()
         expected = (call.scale * q @ rows.T).softmax(-1) @ rows[:, :20]
-        assert relative_error(found[b], expected) <= 1e-12
+        assert relative_error(result[b], expected) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,8 +15,8 @@ DTYPES = list(TOLERANCE)
 EPS = 1e-5
 
 
-def error(found, expected):
-    return ((found.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+def error(result, expected):
+    return ((result.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 def true_norm(x, weight):
@@ -29,23 +29,23 @@ def test_norm_is_near_the_truth(server, dtype):
     for shape in [(1, 1), (3, 48), (7, 1024), (5, 33), (300, 1100), (4, 6, 128), (9, 3, 40), (0, 64)]:
         x, weight = torch.randn(shape).mul(3).to(dtype), torch.randn(shape[-1]).to(dtype)
         before = x.clone()
-        found = cpu_rms_norm(x, weight, EPS)
-        assert found.shape == x.shape
+        result = cpu_rms_norm(x, weight, EPS)
+        assert result.shape == x.shape
         assert torch.equal(x, before)
-        assert error(found, true_norm(x, weight)) <= TOLERANCE[dtype]
+        assert error(result, true_norm(x, weight)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_added_stays_in_x(server, dtype):
     wide = torch.randn(20, 200).to(dtype)
     x, add, weight = wide[:, 30:130], torch.randn(20, 100).to(dtype), torch.randn(100).to(dtype)
-    kept = wide.clone()
+    retained = wide.clone()
     total = x + add
-    found = cpu_rms_norm(x, weight, EPS, add=add)
+    result = cpu_rms_norm(x, weight, EPS, add=add)
     assert torch.equal(x, total)
-    assert torch.equal(wide[:, :30], kept[:, :30])
-    assert torch.equal(wide[:, 130:], kept[:, 130:])
-    assert error(found, true_norm(total, weight)) <= TOLERANCE[dtype]
+    assert torch.equal(wide[:, :30], retained[:, :30])
+    assert torch.equal(wide[:, 130:], retained[:, 130:])
+    assert error(result, true_norm(total, weight)) <= TOLERANCE[dtype]
 
 
 def test_norm_in_place(server):
@@ -86,9 +86,9 @@ def test_a_row_is_the_same_in_any_company(isa, dtype):
 def test_what_is_not_a_number_stays_in_its_row(server):
     x, weight = torch.randn(3, 64), torch.ones(64)
     x[1, 5] = torch.nan
-    found = cpu_rms_norm(x, weight, EPS)
-    assert found[1].isnan().all()
-    assert found[[0, 2]].isfinite().all()
+    result = cpu_rms_norm(x, weight, EPS)
+    assert result[1].isnan().all()
+    assert result[[0, 2]].isfinite().all()
 
 
 GOOD = {"x": torch.zeros(3, 2, 8), "weight": torch.zeros(8), "add": torch.zeros(3, 2, 8), "out": torch.zeros(3, 2, 8)}

@@ -23,10 +23,10 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_head_size(server, dtype):
     for head_dim in [8, 24, 40, 64, 80, 96, 128, 192, 256, 512]:
         call = prompts([1, 33, 70], q_heads=6, head_dim=head_dim, dtype=dtype)
-        found = call.run()
-        assert found.dtype == dtype
-        assert found.shape == call.q.shape
-        assert relative_error(found, call.truth()) <= TOLERANCE[dtype]
+        result = call.run()
+        assert result.dtype == dtype
+        assert result.shape == call.q.shape
+        assert relative_error(result, call.truth()) <= TOLERANCE[dtype]
 
 
 @EVERY_DTYPE
@@ -39,9 +39,9 @@ def test_every_group_size(server, dtype):
 def test_ragged_prompts(server, dtype):
     lengths = (1, 400, 0, 17, 63, 64, 65, 128, 31, 3, 0)
     call = prompts(lengths, q_heads=2, kv_heads=1, head_dim=16, dtype=dtype)
-    found, truth = call.run(), call.truth()
+    result, truth = call.run(), call.truth()
     for first, last in itertools.pairwise(call.cu_seqlens.tolist()):
-        assert last == first or relative_error(found[first:last], truth[first:last]) <= TOLERANCE[dtype]
+        assert last == first or relative_error(result[first:last], truth[first:last]) <= TOLERANCE[dtype]
 
 
 @EVERY_DTYPE
@@ -57,10 +57,10 @@ def test_contexts_in_int8(server, dtype, window):
     call = prompts([30, 1, 70], [100, 64, 131], block_size=5, head_dim=24, dtype=dtype, window=window)
     cache = call.options["cache"]
     scales = [pages.float().abs().amax(-1) / 127 for pages in cache[:2]]
-    whole = [(p.float() / s.unsqueeze(-1)).round().to(torch.int8) for p, s in zip(cache[:2], scales, strict=True)]
-    options = call.options | {"cache": (*whole, *cache[2:]), "k_scale": scales[0], "v_scale": scales[1]}
+    full = [(p.float() / s.unsqueeze(-1)).round().to(torch.int8) for p, s in zip(cache[:2], scales, strict=True)]
+    options = call.options | {"cache": (*full, *cache[2:]), "k_scale": scales[0], "v_scale": scales[1]}
     assert replace(call, options=options).error() <= TOLERANCE[dtype]
-    wide = [(w.float() * s.unsqueeze(-1)).to(dtype) for w, s in zip(whole, scales, strict=True)]
+    wide = [(w.float() * s.unsqueeze(-1)).to(dtype) for w, s in zip(full, scales, strict=True)]
     same = replace(call, options=call.options | {"cache": (*wide, *cache[2:])})
     assert torch.equal(replace(call, options=options).run(), same.run())
     for name, wrong in {
@@ -127,9 +127,9 @@ def test_large_and_tiny_logits_do_not_overflow(server):
 def test_a_poisoned_key_is_not_hidden(server, poison):
     call = prompts([100, 100])
     call.k[80, :, 3] = poison
-    found = call.run()
-    assert found[80:100].isnan().any()
-    assert found[100:].isfinite().all()
+    result = call.run()
+    assert result[80:100].isnan().any()
+    assert result[100:].isfinite().all()
 
 
 def test_one_position_is_its_value_exactly(kind):
@@ -140,14 +140,14 @@ def test_one_position_is_its_value_exactly(kind):
 
 def kinds() -> list[tuple[str, torch.dtype, str]]:
     """Every instruction set, dtype and way to multiply bfloat16 that runs here."""
-    found = [(isa, dtype, "auto") for isa in ISAS for dtype in DTYPES]
+    result = [(isa, dtype, "auto") for isa in ISAS for dtype in DTYPES]
     for products in ("wide", "pairs", "tiles", "emulated") if "avx512" in ISAS else ():
         with contextlib.suppress(ValueError):
             native.extension().set_bf16_products(products)
-            found.append(("avx512", torch.bfloat16, products))
+            result.append(("avx512", torch.bfloat16, products))
     if ISAS:
         native.extension().set_bf16_products("auto")
-    return found
+    return result
 
 
 @pytest.fixture(params=kinds(), ids=lambda kind: "-".join(map(str, kind)))
@@ -169,9 +169,9 @@ def test_a_prompt_is_the_same_in_any_company(kind):
         lengths = [1, 150, 64, 0, 129, 16, 70]
         call = prompts(lengths, q_heads=6, head_dim=head_dim, dtype=kind, **options)
         together = call.run(threads=2).split(lengths)
-        parts = [each.split(lengths) for each in (call.q, call.k, call.v)]
+        parts = [item.split(lengths) for item in (call.q, call.k, call.v)]
         for order, threads in (*(([s], 1) for s in range(len(lengths))), ([6, 2, 1], 2), ([4, 4, 3, 0], 5)):
-            q, k, v = (torch.cat([each[s] for s in order]) for each in parts)
+            q, k, v = (torch.cat([part[s] for s in order]) for part in parts)
             company = replace(call, q=q, k=k, v=v, cu_seqlens=bounds([lengths[s] for s in order]))
             assert torch.equal(company.run(threads=threads), torch.cat([together[s] for s in order]))
 
@@ -181,7 +181,7 @@ def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(kind, options):
     for cuts in [[0, 1, 2, 200], [0, 64, 128, 200], [0, 130, 131, 195, 200], [0, 199, 200]]:
         tokens, block_size = 200, 16
         call = prompts([tokens], q_heads=6, head_dim=40, dtype=kind, **options)
-        whole = call.run(threads=2)
+        full = call.run(threads=2)
         blocks = -(-tokens // block_size)
         k_cache, v_cache = torch.zeros(2, blocks + 2, 2, block_size, 40, dtype=kind).unbind()
         table = torch.randperm(blocks + 2)[:blocks].int().unsqueeze(0)
@@ -194,7 +194,7 @@ def test_a_prompt_in_chunks_is_the_prompt_bit_for_bit(kind, options):
                 cu_seqlens=bounds([last - first]),
                 options=options | {"cache": (k_cache, v_cache, table, torch.tensor([first], dtype=torch.int32))},
             )
-            assert torch.equal(chunk.run(threads=1), whole[first:last])
+            assert torch.equal(chunk.run(threads=1), full[first:last])
             positions = torch.arange(first, last)
             blocks_at, offsets = table[0, positions // block_size], positions % block_size
             k_cache[blocks_at, :, offsets], v_cache[blocks_at, :, offsets] = call.k[positions], call.v[positions]
@@ -211,6 +211,6 @@ def test_every_way_to_multiply(kind):
 
 def test_instruction_sets_agree(isa):
     call = prompts([150, 3], [70, 0], q_heads=8, head_dim=80)
-    found = call.run()
+    result = call.run()
     native.extension().set_isa("scalar")
-    assert relative_error(found, call.run().double()) <= 1e-6
+    assert relative_error(result, call.run().double()) <= 1e-6

@@ -74,7 +74,7 @@ INDICES = [
 ]
 HARMLESS = {("sinks", "missing"), ("sinks", "float64"), ("sinks", "every other element"), ("out", "missing")}
 DAMAGES = [
-    *((name, damage) for name in NAMES for what, damage in ANY.items() if (name, what) not in HARMLESS),
+    *((name, damage) for name in NAMES for label, damage in ANY.items() if (name, label) not in HARMLESS),
     *((name, damage) for name in ("q", "k", "v", "k_cache", "v_cache", "out") for damage in HEADS.values()),
     *INDICES,
 ]
@@ -83,9 +83,9 @@ DAMAGES = [
 def arguments() -> dict[str, Any]:
     call = prompts([20, 5], [20, 3], head_dim=16, block_size=8)
     names = ("k_cache", "v_cache", "block_tables", "context_lens")
-    found = dict(zip(names, call.options["cache"], strict=True))
-    found |= {"q": call.q, "k": call.k, "v": call.v, "cu_seqlens": call.cu_seqlens, "scale": 0.25}
-    return found | {
+    result = dict(zip(names, call.options["cache"], strict=True))
+    result |= {"q": call.q, "k": call.k, "v": call.v, "cu_seqlens": call.cu_seqlens, "scale": 0.25}
+    return result | {
         "sinks": torch.randn(4),
         "out": torch.empty_like(call.q),
         "window": 40,
@@ -142,12 +142,12 @@ def test_refuses_or_is_right(server, data):
             given_arguments[name] = given_arguments[name].transpose(0, -1)
     given_arguments["window"] = data.draw(st.sampled_from((None, 1, 4, 2**63, -1)), label="window")
     try:
-        found = attend(given_arguments)
+        result = attend(given_arguments)
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in given_arguments
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "extension", lambda: None)
         expected = attend(given_arguments | {"out": None})
-    assert found.isnan().equal(expected.isnan())
-    assert relative_error(found.nan_to_num(), expected.double().nan_to_num()) <= 1e-2
+    assert result.isnan().equal(expected.isnan())
+    assert relative_error(result.nan_to_num(), expected.double().nan_to_num()) <= 1e-2

@@ -30,8 +30,8 @@ def _slabs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(products, "_SLAB_NUMBERS", request.param)
 
 
-def _distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found.double() - truth).abs().max() / truth.abs().max())
+def _distance(result: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((result.double() - truth).abs().max() / truth.abs().max())
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -42,10 +42,10 @@ def test_linear(dtype: object, bias: bool) -> None:
     for rows in ROWS:
         x = torch.randn(rows, 40).to(wanted)
         truth = functional.linear(x.double(), weight.double(), None if added is None else added.double())
-        found = products.linear(x, weight, added)
-        assert found.dtype == wanted
-        assert found.shape == truth.shape
-        assert _distance(found, truth) <= LIMITS[dtype]  # type: ignore[index]
+        result = products.linear(x, weight, added)
+        assert result.dtype == wanted
+        assert result.shape == truth.shape
+        assert _distance(result, truth) <= LIMITS[dtype]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("extension", [False, True])
@@ -64,18 +64,18 @@ def test_mixed_precision(extension: bool, monkeypatch: pytest.MonkeyPatch) -> No
         loud = x * factor
         gate, up = functional.linear(loud.double(), gate_up.double()).chunk(2, dim=-1)
         truth = functional.linear(functional.silu(gate) * up, down.double())
-        for found in (
+        for result in (
             products.feed_forward(loud, gate_up, down, space),
             products.feed_forward(loud, gate_up, down, space, wide=True),
             products.feed_forward_shrunk(loud, gate_up, down, space),
         ):
-            assert found.dtype == torch.float32
-            assert _distance(found, truth) <= LIMITS[FLOAT16]
+            assert result.dtype == torch.float32
+            assert _distance(result, truth) <= LIMITS[FLOAT16]
     assert truth.abs().max() > 65504
     huge, bias = (gate_up * 1e6).bfloat16(), torch.randn(2 * width).bfloat16()
-    found = products.linear(x, huge, bias)
-    assert found.dtype == torch.float32
-    assert _distance(found, functional.linear(x.double(), huge.double(), bias.double())) <= LIMITS[FLOAT32]
+    result = products.linear(x, huge, bias)
+    assert result.dtype == torch.float32
+    assert _distance(result, functional.linear(x.double(), huge.double(), bias.double())) <= LIMITS[FLOAT32]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -97,6 +97,6 @@ def test_feed_forward(family: str, dtype: object) -> None:
 def test_the_grid_is_coarse_monotone_and_close() -> None:
     padded = [products.padded_rows(rows) for rows in range(1, 5000)]
     assert padded == sorted(padded)
-    assert all(0 <= found - rows < 32 for rows, found in enumerate(padded, start=1))
+    assert all(0 <= result - rows < 32 for rows, result in enumerate(padded, start=1))
     assert len(set(padded)) < 230
-    assert all(products.padded_rows(found) == found for found in padded)
+    assert all(products.padded_rows(result) == result for result in padded)

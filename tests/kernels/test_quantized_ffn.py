@@ -37,11 +37,11 @@ def test_linear_equals_that_of_the_numbers(name: str, server: str) -> None:
     for rows, columns in ((67, 300), (9, 1500)):
         weight = matrix(FORMATS[name], *sizes(name, rows, columns), ordered=rows > 9)
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            numbers = dense_values(weight, dtype)
+            values = dense_values(weight, dtype)
             for tokens in (1, 3, 17, 65) if dtype == torch.bfloat16 else (2,):
                 x = generator(tokens)(tokens, weight.columns).to(dtype)
-                same_bits(cpu_linear(x, weight, threads=1), cpu_linear(x, numbers, threads=1))
-                same_bits(cpu_linear(x, weight, threads=2), cpu_linear(x, numbers, threads=1))
+                same_bits(cpu_linear(x, weight, threads=1), cpu_linear(x, values, threads=1))
+                same_bits(cpu_linear(x, weight, threads=2), cpu_linear(x, values, threads=1))
 
 
 FEW = ("packed int4 rows", "packed int8", "packed int8 symmetric", "int8 rows", "fp8 blocks", "mxfp4", "Q4_0", "Q4_1")
@@ -53,11 +53,11 @@ def test_few_tokens_meet_rows_as_they_are_unpacked(name: str, server: str) -> No
     for rows, columns in ((1, 256), (7, 1792), (66, 1280)):
         sane = matrix(FORMATS[name], *sizes(name, rows, columns))
         for weight in (sane, garbage(FORMATS[name], sane.rows, sane.columns)):
-            numbers = dense_values(weight, torch.bfloat16)
+            values = dense_values(weight, torch.bfloat16)
             for tokens in range(1, 10):
                 x = generator(tokens)(tokens, weight.columns).bfloat16()
                 x.view(-1)[::7] = 1e-39  # subnormal
-                same_bits(cpu_linear(x, weight, threads=1), cpu_linear(x, numbers, threads=1))
+                same_bits(cpu_linear(x, weight, threads=1), cpu_linear(x, values, threads=1))
 
 
 def experts(form: str, server: str, pairing: str, inner: int = 40, hidden: int = 300) -> None:
@@ -80,12 +80,12 @@ def experts(form: str, server: str, pairing: str, inner: int = 40, hidden: int =
     x = randn(40, hidden).bfloat16()
 
     def numbers(matrices: list[Matrix[Tensor]] | None) -> list[Tensor] | None:
-        return None if matrices is None else [dense_values(each, x.dtype) for each in matrices]
+        return None if matrices is None else [dense_values(matrix, x.dtype) for matrix in matrices]
 
     wanted = cpu_expert_ffn(x, numbers(up) or [], numbers(down) or [], offsets, up=numbers(more), threads=1, **options)
     for threads in (1, 2):
-        given = [each if e != 1 else None for e, each in enumerate(up)]  # an expert without tokens
-        same_bits(cpu_expert_ffn(x, given, down, offsets, up=more, threads=threads, **options), wanted)
+        inputs = [item if e != 1 else None for e, item in enumerate(up)]  # an expert without tokens
+        same_bits(cpu_expert_ffn(x, inputs, down, offsets, up=more, threads=threads, **options), wanted)
 
 
 @pytest.mark.parametrize("pairing", ["joined", "interleaved", "apart"])
@@ -142,7 +142,7 @@ def test_wrong_parts_are_refused(name: str, server: str) -> None:
             refuses(x, replace(weight, tensors={**weight.tensors, suffix: short}))
             apart = torch.stack((part, part), dim=-1)[..., 0]
             refuses(x, replace(weight, tensors={**weight.tensors, suffix: apart}))
-        refuses(x, replace(weight, tensors={key: each for key, each in weight.tensors.items() if key != suffix}))
+        refuses(x, replace(weight, tensors={key: part for key, part in weight.tensors.items() if key != suffix}))
     refuses(x[:, :-1].contiguous(), weight)
 
 

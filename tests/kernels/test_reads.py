@@ -58,18 +58,18 @@ def in_memory() -> Iterator[Path]:
 
 def memory(length: int, shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """All of some memory, and ``length`` bytes of it that begin ``shift`` bytes after a page does."""
-    whole = torch.full((length + shift + 2 * 4096,), 7, dtype=torch.uint8)
-    start = -whole.data_ptr() % 4096 + shift
-    return whole, whole[start : start + length]
+    full = torch.full((length + shift + 2 * 4096,), 7, dtype=torch.uint8)
+    start = -full.data_ptr() % 4096 + shift
+    return full, full[start : start + length]
 
 
 def check(reader: FileReader, file: Path, offset: int, length: int, shift: int) -> None:
-    whole, dest = memory(length, shift)
-    start = dest.data_ptr() - whole.data_ptr()
+    full, dest = memory(length, shift)
+    start = dest.data_ptr() - full.data_ptr()
     reader.submit([ReadPart(file, offset, dest)]).wait()
     assert torch.equal(dest, CONTENT[offset : offset + length])
-    assert (whole[:start] == 7).all()
-    assert (whole[start + length :] == 7).all()
+    assert (full[:start] == 7).all()
+    assert (full[start + length :] == 7).all()
 
 
 RANGES = st.integers(0, SIZE).flatmap(lambda offset: st.tuples(st.just(offset), st.integers(0, SIZE - offset)))

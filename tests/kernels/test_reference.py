@@ -25,17 +25,17 @@ def spread(k: torch.Tensor, q_heads: int) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 1, 30])
 def test_gqa_decode(dtype, tolerance, window):
     call = paged([1, 45, 0, 100], q_heads=6, kv_heads=2, head_dim=40, block_size=7, dtype=dtype)
-    found = reference.gqa_decode(*call.arguments, window=window)
-    assert found.dtype == dtype
+    result = reference.gqa_decode(*call.arguments, window=window)
+    assert result.dtype == dtype
     for b, length in enumerate(call.seq_lens.tolist()):
         positions = range(max(0, length - window) if window else 0, length)
         if not positions:
-            assert not found[b].any()
+            assert not result[b].any()
             continue
         rows = [(call.block_tables[b, p // 7], p % 7) for p in positions]
         k, v = (torch.stack([c[block, :, at] for block, at in rows]).double() for c in (call.k_cache, call.v_cache))
         weights = (spread(k, 6) @ call.q[b].double().unsqueeze(-1)).squeeze(-1).mul(call.scale).softmax(-1)
-        assert relative_error(found[b], (weights.unsqueeze(1) @ spread(v, 6)).squeeze(1)) <= tolerance
+        assert relative_error(result[b], (weights.unsqueeze(1) @ spread(v, 6)).squeeze(1)) <= tolerance
 
 
 @EVERY_DTYPE
@@ -43,7 +43,7 @@ def test_gqa_decode(dtype, tolerance, window):
 def test_prefill_is_causal_attention_sequence_by_sequence(dtype, tolerance, window):
     bounds = [0, 1, 1, 20, 33]
     q, k, v = (torch.randn(33, heads, 24).to(dtype) for heads in (4, 2, 2))
-    found = reference.prefill_attention(q, k, v, torch.tensor(bounds), 0.2, window=window)
+    result = reference.prefill_attention(q, k, v, torch.tensor(bounds), 0.2, window=window)
     for first, last in itertools.pairwise(bounds):
         n = last - first
         mask = torch.ones(n, n, dtype=torch.bool).tril()
@@ -57,14 +57,14 @@ def test_prefill_is_causal_attention_sequence_by_sequence(dtype, tolerance, wind
             scale=0.2,
         ).transpose(0, 1)
         if n:
-            assert relative_error(found[first:last], expected) <= tolerance
+            assert relative_error(result[first:last], expected) <= tolerance
 
 
 @pytest.mark.parametrize("window", [None, 3, 12])
 def test_a_prompt_in_chunks_is_the_prompt(window):
     tokens, cuts, block_size = 40, [0, 13, 14, 40], 8
     q, k, v = torch.randn(tokens, 4, 16), torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 16)
-    whole = reference.prefill_attention(q, k, v, torch.tensor([0, tokens]), 0.25, window=window)
+    full = reference.prefill_attention(q, k, v, torch.tensor([0, tokens]), 0.25, window=window)
     k_cache, v_cache = (
         torch.full((9, 2, block_size, 16), float("nan")),
         torch.full((9, 2, block_size, 16), float("nan")),
@@ -80,34 +80,34 @@ def test_a_prompt_in_chunks_is_the_prompt(window):
             window=window,
             cache=(k_cache, v_cache, table, torch.tensor([first])),
         )
-        torch.testing.assert_close(part, whole[first:last])
+        torch.testing.assert_close(part, full[first:last])
         slots = torch.tensor([int(table[0, p // block_size]) * block_size + p % block_size for p in range(first, last)])
         reference.kv_append(k_cache, v_cache, k[first:last], v[first:last], slots)
     decoded = reference.gqa_decode(
         q[-1:], k_cache, v_cache, table, torch.tensor([tokens], dtype=torch.int32), 0.25, window=window
     )
-    torch.testing.assert_close(decoded, whole[-1:])
+    torch.testing.assert_close(decoded, full[-1:])
 
 
 @EVERY_DTYPE
 def test_rms_norm(dtype, tolerance):
     x, weight = (100 * torch.randn(5, 48)).to(dtype), torch.randn(48).to(dtype)
     expected = functional.rms_norm(x.double(), (48,), weight.double(), 1e-6)
-    found = reference.rms_norm(x, weight, 1e-6)
-    assert found.dtype == dtype
-    assert relative_error(found, expected) <= tolerance
+    result = reference.rms_norm(x, weight, 1e-6)
+    assert result.dtype == dtype
+    assert relative_error(result, expected) <= tolerance
 
 
 @EVERY_DTYPE
 def test_rotation_turns_pairs_by_their_angle(dtype, tolerance):
     x, angle = torch.randn(6, 3, 24).to(dtype), 100 * torch.rand(6, 12)
-    whole = angle.repeat(1, 2)
-    found = reference.rotate(x, whole.cos().to(dtype), whole.sin().to(dtype))
+    full = angle.repeat(1, 2)
+    result = reference.rotate(x, full.cos().to(dtype), full.sin().to(dtype))
     pairs = torch.complex(x[..., :12].double(), x[..., 12:].double())
     turned = pairs * torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
     expected = torch.cat((turned.real, turned.imag), dim=-1)
-    assert found.dtype == dtype
-    assert relative_error(found, expected) <= tolerance
+    assert result.dtype == dtype
+    assert relative_error(result, expected) <= tolerance
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -137,12 +137,12 @@ def test_expert_ffn(dtype, tolerance):
     x = torch.randn(10, 32).to(dtype)
     gate_up = [torch.randn(48, 32).to(dtype) / 6 for _ in range(4)]
     down = [torch.randn(32, 24).to(dtype) / 5 for _ in range(4)]
-    found = reference.expert_ffn(x, [gate_up[0], None, *gate_up[2:]], [down[0], None, *down[2:]], offsets)
-    assert found.dtype == dtype
+    result = reference.expert_ffn(x, [gate_up[0], None, *gate_up[2:]], [down[0], None, *down[2:]], offsets)
+    assert result.dtype == dtype
     expert_of = [0, 0, 0, 2, 3, 3, 3, 3, 3, 3]
     for token, e in enumerate(expert_of):
         gate, up = (gate_up[e].double() @ x[token].double()).chunk(2)
-        assert relative_error(found[token], down[e].double() @ (gate / (1 + (-gate).exp()) * up)) <= tolerance
+        assert relative_error(result[token], down[e].double() @ (gate / (1 + (-gate).exp()) * up)) <= tolerance
 
 
 def test_an_expert_with_rows_needs_weights():

@@ -136,7 +136,7 @@ def damages(call: str, name: str, value: Any) -> dict[str, Callable[[Any], Any]]
         kinds = {repr(wrong): lambda _, wrong=wrong: wrong for wrong in SCALARS[name]}
     elif value.dim() == 1:
         kinds = ANY_TENSOR
-    return {what: damage for what, damage in kinds.items() if (name, what) not in HARMLESS}
+    return {kind: damage for kind, damage in kinds.items() if (name, kind) not in HARMLESS}
 
 
 # A tensor is often only wrong beside another one: which of the two is named is a matter of order.
@@ -153,13 +153,13 @@ PARTNERS = {
 }
 
 
-def refused(call: str, arguments: Arguments, name: str, damage: Callable[[Any], Any], what: str = "") -> None:
+def refused(call: str, arguments: Arguments, name: str, damage: Callable[[Any], Any], label: str = "") -> None:
     try:
         CALLS[call][0](**arguments | {name: damage(arguments[name])})
     except ValueError as error:
-        assert str(error).split(":")[0] in PARTNERS.get(name, {name}), f"{what}: {error}"
+        assert str(error).split(":")[0] in PARTNERS.get(name, {name}), f"{label}: {error}"
     else:
-        pytest.fail(f"{call}: {name} {what} was not refused")
+        pytest.fail(f"{call}: {name} {label} was not refused")
 
 
 @pytest.mark.parametrize(("call", "name"), [(call, name) for call, (_, make) in CALLS.items() for name in make()])
@@ -167,10 +167,10 @@ def test_the_wrong_argument_is_named_and_nothing_is_written(checker, call, name)
     arguments = CALLS[call][1]()
     caches = {"k_cache", "v_cache", "k_scale", "v_scale", "cache"} & arguments.keys()
     before = {cache: arguments[cache].clone() for cache in caches}
-    for what, damage in damages(call, name, arguments[name]).items():
-        refused(call, arguments, name, damage, what)
+    for label, damage in damages(call, name, arguments[name]).items():
+        refused(call, arguments, name, damage, label)
         for cache in caches:
-            assert torch.equal(arguments[cache], before[cache]), what
+            assert torch.equal(arguments[cache], before[cache]), label
 
 
 @pytest.mark.parametrize("call", ["decode", "append"])

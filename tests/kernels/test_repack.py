@@ -66,7 +66,7 @@ def wanted(part: Tensor, table: RepackTable) -> Tensor:
     if cells == "words":
         return part.view(torch.int32).view(lines, width).t().contiguous().view(-1).view(torch.uint8)
     words = part.view(torch.int32).view(8 * lines, width // 8)
-    codes = torch.stack([(words >> (4 * place)) & 15 for place in (0, 4, 1, 5, 2, 6, 3, 7)], dim=-1).flatten(1)
+    codes = torch.stack([(words >> (4 * position)) & 15 for position in (0, 4, 1, 5, 2, 6, 3, 7)], dim=-1).flatten(1)
     return pack_rows(codes, 4).t().contiguous().view(-1).view(torch.uint8)
 
 
@@ -88,11 +88,11 @@ def test_the_numbers_stay(name: str, isa: str) -> None:
     for rows, columns in SIZES:
         for make in (matrix, garbage):
             before = numbered(make(FORMS[name], -(-rows // per) * per, columns))
-            numbers = cpu_dequantize(before, torch.float32)
+            values = cpu_dequantize(before, torch.float32)
             after = repacked(copied(before))
             assert after.stored.key == "packed" and not after.stored.order
-            same_bits(cpu_dequantize(after, torch.float32), numbers)
-            same_bits(dense_values(after, torch.float32), numbers)
+            same_bits(cpu_dequantize(after, torch.float32), values)
+            same_bits(dense_values(after, torch.float32), values)
 
 
 def numbered(weight: Matrix[Tensor]) -> Matrix[Tensor]:
@@ -126,8 +126,8 @@ def test_products_stay(name: str, isa: str) -> None:
     for tokens in (1, 2, 4, 5, 17, 66):
         x = generator(tokens)(tokens, 640).bfloat16()
         for activations in ("auto", "int8"):
-            found = cpu_linear(x, after, activations=activations)
-            same_bits(found, cpu_linear(x, before, activations=activations))
+            result = cpu_linear(x, after, activations=activations)
+            same_bits(result, cpu_linear(x, before, activations=activations))
 
 
 def test_symmetric_zero_points_of_the_first_version() -> None:
@@ -139,18 +139,18 @@ def test_symmetric_zero_points_of_the_first_version() -> None:
         ".scales": torch.full((2, 8), 0.5).half(),
         ".g_idx": (torch.arange(64) // 32).int(),
     }
-    found = repacked(Matrix(stored=stored, rows=8, columns=64, tensors=parts))
-    assert found.stored.zero_bias == 0 and found.tensors[".qzeros"].flatten().tolist() == [-2004318072] * 2
-    assert torch.equal(dense_values(found, torch.float32), (codes - 8) * 0.5)
+    result = repacked(Matrix(stored=stored, rows=8, columns=64, tensors=parts))
+    assert result.stored.zero_bias == 0 and result.tensors[".qzeros"].flatten().tolist() == [-2004318072] * 2
+    assert torch.equal(dense_values(result, torch.float32), (codes - 8) * 0.5)
 
 
 def test_awq_to_the_nibble() -> None:
     codes = torch.arange(64).view(8, 8) % 16
     zeros = torch.arange(8).view(1, 8)
     parts = pack_awq(codes, zeros, torch.ones(1, 8).half())
-    found = repacked(Matrix(stored=awq(group=8), rows=8, columns=8, tensors=parts))
-    assert torch.equal(found.tensors[".qweight"].flatten(), pack_rows(codes.t(), 4).flatten())
-    assert found.tensors[".qzeros"].flatten().tolist() == [0x76543210]
+    result = repacked(Matrix(stored=awq(group=8), rows=8, columns=8, tensors=parts))
+    assert torch.equal(result.tensors[".qweight"].flatten(), pack_rows(codes.t(), 4).flatten())
+    assert result.tensors[".qzeros"].flatten().tolist() == [0x76543210]
 
 
 @pytest.mark.parametrize(

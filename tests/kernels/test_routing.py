@@ -87,14 +87,14 @@ def test_routing_is_the_same_everywhere(isa, dtype):
 def test_sorted_rows(server):
     for tokens, experts, top_k in [(0, 8, 2), (1, 8, 2), (300, 7, 3), (40, 200, 8), (5, 3, 0)]:
         ids = torch.randint(0, max(1, experts - 1), (tokens, top_k)).int()  # the last expert stays empty
-        found = cpu_sort_by_expert(ids, experts)
-        assert torch.equal(found.order.long(), ids.flatten().argsort(stable=True))
-        assert torch.equal(found.token, found.order // max(1, top_k))
-        assert torch.equal(found.order[found.position.flatten().long()].long(), torch.arange(tokens * top_k))
+        result = cpu_sort_by_expert(ids, experts)
+        assert torch.equal(result.order.long(), ids.flatten().argsort(stable=True))
+        assert torch.equal(result.token, result.order // max(1, top_k))
+        assert torch.equal(result.order[result.position.flatten().long()].long(), torch.arange(tokens * top_k))
         counts = torch.bincount(ids.flatten(), minlength=experts)
-        assert torch.equal(found.offsets.diff(), counts.int())
-        assert found.offsets[0] == 0
-        assert all(tensor.dtype == torch.int32 for tensor in found)
+        assert torch.equal(result.offsets.diff(), counts.int())
+        assert result.offsets[0] == 0
+        assert all(tensor.dtype == torch.int32 for tensor in result)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -187,12 +187,12 @@ WRONG = {
 @pytest.mark.parametrize("name", CALLS)
 def test_the_wrong_argument_is_named(checker, name):
     face, arguments = call(name)
-    for what, (each, value) in product(WRONG, arguments.items()):
-        if not isinstance(value, torch.Tensor) or (each == "out" and what == "missing" and name == "gather"):
+    for label, (item, value) in product(WRONG, arguments.items()):
+        if not isinstance(value, torch.Tensor) or (item == "out" and label == "missing" and name == "gather"):
             continue
         with pytest.raises(ValueError, match=r"^(\w+): ") as refusal:
-            face(**arguments | {each: WRONG[what](value)})
-        assert str(refusal.value).split(":")[0] in {each, "out", "weights"}
+            face(**arguments | {item: WRONG[label](value)})
+        assert str(refusal.value).split(":")[0] in {item, "out", "weights"}
 
 
 def test_values_out_of_range(checker):
@@ -231,24 +231,24 @@ def test_out_may_not_be_what_is_read(checker):
 def test_refuses_or_is_right(server, data):
     name = data.draw(st.sampled_from(CALLS))
     face, arguments = call(name)
-    for each, value in arguments.items():
+    for argument, value in arguments.items():
         if not isinstance(value, torch.Tensor):
-            arguments[each] = data.draw(st.sampled_from((value, value, 1, 3, -1, 2**40)), label=each)
-        elif data.draw(st.booleans(), label=f"damage {each}"):
+            arguments[argument] = data.draw(st.sampled_from((value, value, 1, 3, -1, 2**40)), label=argument)
+        elif data.draw(st.booleans(), label=f"damage {argument}"):
             shape = [data.draw(st.sampled_from((n, n, 0, 1, n + 1))) for n in value.shape]
             filling = data.draw(st.sampled_from((0, 1, -1, 7, 2**31 - 1)))
             dtype = data.draw(st.sampled_from((value.dtype, value.dtype, torch.bfloat16, torch.int64, torch.uint8)))
-            arguments[each] = torch.full(shape, filling % 256 if dtype == torch.uint8 else filling, dtype=dtype)
+            arguments[argument] = torch.full(shape, filling % 256 if dtype == torch.uint8 else filling, dtype=dtype)
             if data.draw(st.integers(0, 3)) == 0:
-                arguments[each] = arguments[each].transpose(0, -1)
-    kept = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+                arguments[argument] = arguments[argument].transpose(0, -1)
+    retained = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
     try:
-        found = face(**arguments)
+        result = face(**arguments)
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in arguments
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "extension", lambda: None)
-        expected = face(**kept)
-    for a, b in zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]:
+        expected = face(**retained)
+    for a, b in zip(result, expected, strict=True) if isinstance(result, tuple) else [(result, expected)]:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -42,10 +42,10 @@ def work(threads: int) -> None:
 @pytest.fixture
 def before() -> Iterator[set[int]]:
     """The threads there were; and this thread's processors are the same afterwards."""
-    mine = allowed()
+    selected = allowed()
     work(1)
     yield tasks()
-    assert allowed() == mine
+    assert allowed() == selected
 
 
 @compiled
@@ -72,7 +72,7 @@ def test_threads_are_bound_to_their_places_and_the_caller_is_not(before: set[int
             work(2)
             time.sleep(0.001)
         bound = {frozenset(os.sched_getaffinity(task)) for task in tasks() - before}
-    assert bound and bound <= {frozenset(place) for place in places}
+    assert bound and bound <= {frozenset(position) for position in places}
     team.close()
 
 
@@ -89,16 +89,16 @@ def test_a_place_that_is_not_there_fails_nothing(before: set[int]) -> None:
 @compiled
 @linux
 def test_cores_that_are_taken_away_fail_nothing(before: set[int]) -> None:
-    mine = os.sched_getaffinity(0)
+    selected = os.sched_getaffinity(0)
     team = ThreadTeam(2, [[processor] for processor in (allowed() * 2)[:2]])
     try:
         with team.working():
             work(2)
             for task in tasks() - before | {0}:
-                os.sched_setaffinity(task, {min(mine)})
+                os.sched_setaffinity(task, {min(selected)})
             work(2)
     finally:
-        os.sched_setaffinity(0, mine)
+        os.sched_setaffinity(0, selected)
     team.close()
 
 
@@ -130,14 +130,14 @@ def test_gangs_nest_and_the_outer_one_comes_back(before: set[int]) -> None:
     outer, inner = ThreadTeam(2), ThreadTeam(3)
     with outer.working():
         work(8)
-        there = tasks()
+        present = tasks()
         with pytest.raises(RuntimeError, match="stop"), inner.working():
             work(8)
-            assert len(tasks() - there) == 2
+            assert len(tasks() - present) == 2
             raise RuntimeError("stop")
         inner.close()
         work(8)
-        assert tasks() == there
+        assert tasks() == present
     outer.close()
 
 
@@ -154,7 +154,7 @@ def test_results_do_not_depend_on_the_gang() -> None:
 
 @compiled
 def test_callers_on_gangs_and_without_work_at_once() -> None:
-    shared, own = ThreadTeam(2), ThreadTeam(3)
+    shared, original = ThreadTeam(2), ThreadTeam(3)
     failures: list[BaseException] = []
 
     def call(team: ThreadTeam | None) -> None:
@@ -168,14 +168,14 @@ def test_callers_on_gangs_and_without_work_at_once() -> None:
         except BaseException as error:  # noqa: BLE001 - told to the test
             failures.append(error)
 
-    callers = [threading.Thread(target=call, args=(team,)) for team in (shared, shared, own, None, None)]
+    callers = [threading.Thread(target=call, args=(team,)) for team in (shared, shared, original, None, None)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join(60)
     assert not failures and not any(caller.is_alive() for caller in callers)
     shared.close()
-    own.close()
+    original.close()
 
 
 @compiled
@@ -201,8 +201,8 @@ def test_a_child_of_a_fork_starts_threads_anew() -> None:
 
 @linux
 def test_a_thread_that_settles_stays_on_the_places() -> None:
-    mine, seen = allowed(), []
-    team = ThreadTeam(1, [[mine[-1]]])
+    selected, seen = allowed(), []
+    team = ThreadTeam(1, [[selected[-1]]])
 
     def settle() -> None:
         team.settle()
@@ -214,8 +214,8 @@ def test_a_thread_that_settles_stays_on_the_places() -> None:
     thread = threading.Thread(target=settle)
     thread.start()
     thread.join()
-    assert seen == [{mine[-1]}] * 2
-    assert allowed() == mine
+    assert seen == [{selected[-1]}] * 2
+    assert allowed() == selected
 
 
 @pytest.mark.parametrize("threads", [0, -1])

@@ -28,10 +28,10 @@ def library(tmp_path_factory):
 @pytest.fixture
 def player(library, monkeypatch):
     monkeypatch.setattr(grouped_cuda, "SLOT_ROWS", 32)
-    found = Player(library)
-    monkeypatch.setattr(grouped_cuda, "call_of", found.call_of)
-    monkeypatch.setattr(grouped_cuda, "launch", found.launch)
-    return found
+    result = Player(library)
+    monkeypatch.setattr(grouped_cuda, "call_of", result.call_of)
+    monkeypatch.setattr(grouped_cuda, "launch", result.launch)
+    return result
 
 
 def ffn(
@@ -77,8 +77,8 @@ def test_activations_and_biases_over_bfloat16(player, activation):
     counts = (40, 26)
     layer = floats(2, 48, 40, torch.bfloat16, CPU, bias=True)
     x, offsets = rows_of(counts, 48, torch.float16, CPU)
-    found = ffn(x, layer.pages, offsets, activation=activation)
-    assert distance(found, layer.truth(x, counts, activation)) <= TOLERANCE
+    result = ffn(x, layer.pages, offsets, activation=activation)
+    assert distance(result, layer.truth(x, counts, activation)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 40), (torch.float16, 33)], ids=str)
@@ -102,8 +102,8 @@ def test_every_stored_number_is_exact(player):
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     bits = bits[bits.float().abs() <= 65504]
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    for numbers, player.rows in ((bits, 32), (halves[halves.isfinite()], 128)):
-        down = torch.cat((numbers, numbers.new_zeros(-len(numbers) % 32))).view(-1, 32)
+    for values, player.rows in ((bits, 32), (halves[halves.isfinite()], 128)):
+        down = torch.cat((values, values.new_zeros(-len(values) % 32))).view(-1, 32)
         pages = PageTable.of([down.new_zeros(64, len(down))], [down])
         out = product(player, x, pages, offsets)
         assert torch.equal(out, down.t().half())
@@ -123,14 +123,14 @@ def test_a_row_depends_on_no_other(player):
     player.rows = 128
     layer = floats(1, 40, 72, torch.float16, CPU)
     x = torch.randn(9, 40).half()
-    found = []
+    result = []
     for before in (0, 3, 40, 100, 128):
         rows = torch.cat((torch.randn(before, 40).half(), x))
-        found.append(ffn(rows, layer.pages, torch.tensor([0, before + 9], dtype=torch.int32))[before:])
+        result.append(ffn(rows, layer.pages, torch.tensor([0, before + 9], dtype=torch.int32))[before:])
     order = torch.arange(9).flip(0)
     wide = torch.cat((x, x), dim=1)[:, 40:]
     gathered = ffn(wide, layer.pages, torch.tensor([0, 9], dtype=torch.int32), tokens=order)
-    assert all(torch.equal(each, found[0]) for each in (*found, gathered.flip(0)))
+    assert all(torch.equal(item, result[0]) for item in (*result, gathered.flip(0)))
 
 
 def test_rows_of_an_expert_elsewhere_are_zeros(player):
@@ -140,9 +140,9 @@ def test_rows_of_an_expert_elsewhere_are_zeros(player):
     for tensors in parts.values():
         tensors[1] = None
     x, offsets = rows_of((20, 33, 1), 48, torch.float16, CPU)
-    found = ffn(x, PageTable.of(**parts), offsets)
-    assert not found[20:53].any()
-    assert torch.equal(found[53:], ffn(x, layer.pages, offsets)[53:])
+    result = ffn(x, PageTable.of(**parts), offsets)
+    assert not result[20:53].any()
+    assert torch.equal(result[53:], ffn(x, layer.pages, offsets)[53:])
 
 
 def test_the_check_of_a_card_is_exact(player):

@@ -56,10 +56,10 @@ def test_forms_and_kernels_that_this_build_lacks_change_nothing() -> None:
 def test_measuring_finds_a_form_of_every_kernel_and_leaves_those_in_force() -> None:
     variants.choose({"stream_2": variants.forms()[-1]})
     before = variants.chosen()
-    found = fastest_forms(Pool(128 * MiB, device=torch.device("cpu"), dtype=torch.bfloat16))
+    result = fastest_forms(Pool(128 * MiB, device=torch.device("cpu"), dtype=torch.bfloat16))
     assert variants.chosen() == before
-    assert set(found) == set(KERNELS)
-    assert set(found.values()) <= set(variants.forms())
+    assert set(result) == set(KERNELS)
+    assert set(result.values()) <= set(variants.forms())
 
 
 def test_a_small_pool_measures_nothing() -> None:

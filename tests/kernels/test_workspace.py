@@ -34,10 +34,10 @@ def test_linear(lanes, kind, monkeypatch):
     for tokens in [1, 33, 700]:
         with serving(lanes, monkeypatch):
             for dtype in (torch.bfloat16, torch.float32):
-                x, kept = generator(0)(tokens, 98).to(dtype), stored(kind, 40, 98)
+                x, retained = generator(0)(tokens, 98).to(dtype), stored(kind, 40, 98)
                 announced = cpu_linear_workspace(tokens, 40, 98, dtype=dtype, weight_dtype=KINDS[kind], threads=2)
-                found = kept_by(lambda x=x, kept=kept: cpu_linear(x, kept, threads=2))
-                assert found == announced > 0
+                result = kept_by(lambda x=x, retained=retained: cpu_linear(x, retained, threads=2))
+                assert result == announced > 0
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -79,8 +79,8 @@ def test_quantised(lanes, name, monkeypatch):
             lists = [up] * len(counts), [down] * len(counts)
             assert kept_by(lambda x=x, at=offsets, of=lists: cpu_expert_ffn(x, *of, at, threads=2)) == announced > 0
             announced = cpu_linear_workspace(len(x), hidden, hidden, **sizes)
-            whole = matrix(form, hidden, hidden)
-            assert kept_by(lambda x=x, whole=whole: cpu_linear(x, whole, threads=2)) == announced > 0
+            full = matrix(form, hidden, hidden)
+            assert kept_by(lambda x=x, full=full: cpu_linear(x, full, threads=2)) == announced > 0
 
 
 @pytest.mark.parametrize(

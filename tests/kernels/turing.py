@@ -15,7 +15,7 @@ from moelight.kernels.gpu.grouped_cuda import Call, Variant
 from moelight.kernels.gpu.pages import PageTable
 
 HERE = Path(__file__).parent
-COMPILER = next((found for name in ("g++", "clang++") if (found := shutil.which(name))), None)
+COMPILER = next((result for name in ("g++", "clang++") if (result := shutil.which(name))), None)
 HALF, BFLOAT = 0, 1
 # Stored, gated, rows of a slot, aligned: as few as meet every branch, because compiling them takes most time.
 VARIANTS = [
@@ -75,9 +75,9 @@ class Player:
         fault = ctypes.create_string_buffer(400)
         spans = (Span * len(self.spans))(*self.spans)
         flags = (variant.stored, variant.gated, variant.rows, variant.aligned)
-        found = self._library.run(*flags, ctypes.byref(call), blocks, spans, len(spans), fault, len(fault))
-        assert found >= 0, f"{variant} is not among VARIANTS"
-        if found:
+        result = self._library.run(*flags, ctypes.byref(call), blocks, spans, len(spans), fault, len(fault))
+        assert result >= 0, f"{variant} is not among VARIANTS"
+        if result:
             raise RuntimeError(fault.value.decode())
 
 
@@ -85,9 +85,9 @@ _CALL_OF = grouped_cuda.call_of
 
 
 def _spans(tensors: Iterable[Tensor | None], written: int) -> list[Span]:
-    there = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
-    numbers = [1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True)) for t in there]
+    present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+    values = [1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True)) for t in present]
     return [
         Span(begin=tensor.data_ptr(), bytes=count * tensor.itemsize, written=written)
-        for tensor, count in zip(there, numbers, strict=True)
+        for tensor, count in zip(present, values, strict=True)
     ]

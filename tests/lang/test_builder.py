@@ -62,9 +62,9 @@ def test_every_broken_rule_is_named() -> None:
     builder = PolicyBuilder("bad").cache(capacity=0, evction="lru", ttl=1.5).schedule(mode="hybrid", overlap=False)
     with pytest.raises(ConfigError) as caught:
         builder.when("hit_rate < 0.5", accesses=0, eviction="lfu").build()
-    said = str(caught.value)
+    message = str(caught.value)
     for words in ("policy bad: ", "[V1]", "did you mean 'eviction'?", "[type]", "[V14]", "[range]"):
-        assert words in said
+        assert words in message
 
 
 @pytest.mark.parametrize(

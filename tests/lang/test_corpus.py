@@ -18,9 +18,9 @@ RULES = {f"V{number}" for number in range(1, 21)}
 
 def expected(path: Path) -> list[tuple[str, str, int, int]]:
     """(error or warning, code, line, column) of each finding, in order of the places."""
-    found = _HEAD.findall(path.read_bytes())
+    result = _HEAD.findall(path.read_bytes())
     return sorted(
-        ((kind.decode(), code.decode(), int(line), int(column)) for kind, code, line, column in found),
+        ((kind.decode(), code.decode(), int(line), int(column)) for kind, code, line, column in result),
         key=lambda row: (row[2:], row[:2]),
     )
 
@@ -41,8 +41,8 @@ def test_what_is_found_and_where(path: Path) -> None:
         assert 1 <= finding.line <= len(lines)
         assert 1 <= finding.column <= len(lines[finding.line - 1]) + 1
         assert finding.message
-        place, source, caret = diagnostic_lines(finding, "x.moe", lines).split("\n")
-        assert place.startswith(f"x.moe:{finding.line}:{finding.column}: ")
+        position, source, caret = diagnostic_lines(finding, "x.moe", lines).split("\n")
+        assert position.startswith(f"x.moe:{finding.line}:{finding.column}: ")
         assert caret.index("^") - caret.index("|") - 2 == finding.column - 1
         assert len(source) >= caret.index("^") or source.endswith("|")
 

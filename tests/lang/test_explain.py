@@ -96,13 +96,13 @@ def test_rules_are_told_in_words() -> None:
 
 
 def test_examples_of_the_reference_are_sound() -> None:
-    found = 0
+    result = 0
     for block in re.findall(r"^```\n(.*?)^```", REFERENCE, re.MULTILINE | re.DOTALL):
         cache = "" if block.startswith("cache") else "cache { capacity = 16 }"
         text = block if "policy" in block else f"policy p {{ {cache} {block} }}"
         assert not read(text).errors, block
-        found += 1
-    assert found == 8
+        result += 1
+    assert result == 8
 
 
 def test_the_reference_names_every_key_and_code() -> None:

@@ -37,8 +37,8 @@ def test_object_to_text_to_object(policy: ExpertPolicy) -> None:
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
 def test_text_to_object_to_text(path: Path) -> None:
     reading = read_file(path)
-    found = tuple(read(format_policy(policy)).policies[0] for policy in reading.policies)
-    assert found == reading.policies
+    result = tuple(read(format_policy(policy)).policies[0] for policy in reading.policies)
+    assert result == reading.policies
     laid_out = format_text(reading.text)
     assert read(laid_out).policies == reading.policies
     assert format_text(laid_out) == laid_out
@@ -48,7 +48,7 @@ def test_text_to_object_to_text(path: Path) -> None:
 
 
 def test_the_default_can_be_read_in_the_examples() -> None:
-    (path,) = (each for each in EXAMPLES if each.stem == "default")
+    (path,) = (item for item in EXAMPLES if item.stem == "default")
     assert load_expert_policy(path) == DEFAULT_POLICY
 
 

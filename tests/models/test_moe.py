@@ -52,49 +52,49 @@ def routed(tokens: int, dtype: torch.dtype = torch.float32) -> Routed:
     return Routed(x=torch.randn(tokens, HIDDEN).to(dtype), weights=weights, ids=ids)
 
 
-def one_by_one(what: Routed, weights: Sequence[ExpertWeights | None]) -> Tensor:
+def one_by_one(label: Routed, weights: Sequence[ExpertWeights | None]) -> Tensor:
     """float64, token by token."""
-    out = torch.zeros(what.x.shape, dtype=torch.float64)
-    for token, (row, ids) in enumerate(zip(what.x.double(), what.ids.tolist(), strict=True)):
-        for rank, each in enumerate(ids):
-            found = weights[each]
-            if found is not None:
-                gate, up = (found[0].double() @ row).chunk(2)
-                out[token] += what.weights[token, rank] * (found[1].double() @ (torch.nn.functional.silu(gate) * up))
+    out = torch.zeros(label.x.shape, dtype=torch.float64)
+    for token, (row, ids) in enumerate(zip(label.x.double(), label.ids.tolist(), strict=True)):
+        for rank, item in enumerate(ids):
+            result = weights[item]
+            if result is not None:
+                gate, up = (result[0].double() @ row).chunk(2)
+                out[token] += label.weights[token, rank] * (result[1].double() @ (torch.nn.functional.silu(gate) * up))
     return out
 
 
 @examples(40)
 @given(tokens=st.integers(1, 40), here=st.lists(st.booleans(), min_size=5, max_size=5), most=st.integers(1, 40))
 def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool], most: int) -> None:
-    what, weights = routed(tokens), experts()
-    some = [each if mine else None for each, mine in zip(weights, here, strict=True)]
-    others = [None if mine else each for each, mine in zip(weights, here, strict=True)]
+    label, weights = routed(tokens), experts()
+    some = [item if selected else None for item, selected in zip(weights, here, strict=True)]
+    others = [None if selected else item for item, selected in zip(weights, here, strict=True)]
     for part in (weights, some):
-        found = moe_forward(what, part, space(tokens))
-        torch.testing.assert_close(found.double(), one_by_one(what, part), rtol=1e-4, atol=1e-4)
+        result = moe_forward(label, part, space(tokens))
+        torch.testing.assert_close(result.double(), one_by_one(label, part), rtol=1e-4, atol=1e-4)
     sums = torch.zeros(tokens, HIDDEN)
-    add_experts(sums, what, some, space(most), most_rows=most)
-    add_experts(sums, what, others, space(most), most_rows=most)
-    torch.testing.assert_close(sums.double(), one_by_one(what, weights), rtol=1e-4, atol=1e-4)
+    add_experts(sums, label, some, space(most), most_rows=most)
+    add_experts(sums, label, others, space(most), most_rows=most)
+    torch.testing.assert_close(sums.double(), one_by_one(label, weights), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("extension", [False, True])
 def test_an_expert_that_a_row_names_twice_counts_twice(extension: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not extension:
         monkeypatch.setattr(native, "available", lambda: False)
-    what, weights = routed(12), experts()
-    what = replace(what, ids=what.ids.sort(dim=-1).values.index_fill(1, torch.tensor([1]), 4).sort(dim=-1).values)
+    label, weights = routed(12), experts()
+    label = replace(label, ids=label.ids.sort(dim=-1).values.index_fill(1, torch.tensor([1]), 4).sort(dim=-1).values)
     sums = torch.zeros(12, HIDDEN)
-    add_experts(sums, what, weights, space(12), most_rows=12)
-    for found in (sums, moe_forward(what, weights, space(12))):
-        torch.testing.assert_close(found.double(), one_by_one(what, weights), rtol=1e-4, atol=1e-4)
+    add_experts(sums, label, weights, space(12), most_rows=12)
+    for result in (sums, moe_forward(label, weights, space(12))):
+        torch.testing.assert_close(result.double(), one_by_one(label, weights), rtol=1e-4, atol=1e-4)
 
 
 def pages_of(weights: Sequence[ExpertWeights], order: Sequence[int], here: Sequence[bool]) -> PageTable:
     """The pages of ``weights`` in ``order``, and where each expert finds its own; -1 where it is not ``here``."""
-    table = PageTable.of([weights[each][0] for each in order], [weights[each][1] for each in order])
-    index = [order.index(each) if here[each] else -1 for each in range(len(weights))]
+    table = PageTable.of([weights[item][0] for item in order], [weights[item][1] for item in order])
+    index = [order.index(index) if here[index] else -1 for index in range(len(weights))]
     return table.chosen_by(torch.tensor(index, dtype=torch.int32))
 
 
@@ -111,28 +111,28 @@ def test_the_way_of_a_gpu_gives_the_same_sums(
 ) -> None:
     """Whichever page an expert has, and in however many parts the rows are computed: bit for bit."""
     kind = to_torch(dtype)
-    what, weights = routed(tokens, kind), experts(kind)
+    label, weights = routed(tokens, kind), experts(kind)
     pages = pages_of(weights, order, here)
-    expected = one_by_one(what, [each if mine else None for each, mine in zip(weights, here, strict=True)])
-    found = grouped_forward(what, pages, space(tokens, dtype))
+    expected = one_by_one(label, [item if selected else None for item, selected in zip(weights, here, strict=True)])
+    result = grouped_forward(label, pages, space(tokens, dtype))
     error = 1e-4 if dtype is FLOAT32 else 0.05
-    torch.testing.assert_close(found.double(), expected, rtol=error, atol=error)
+    torch.testing.assert_close(result.double(), expected, rtol=error, atol=error)
     parts, sums = space(tokens, dtype), torch.full((tokens, HIDDEN), torch.nan)
     parts.rows = parts.rows[:most]
-    assert torch.equal(grouped_forward(what, pages, parts), found)
-    total = torch.ones_like(what.x)
-    assert grouped_forward(what, pages, parts, total, sums) is total
-    assert torch.equal(total, 1 + found), "rounded, then added, as on the CPU"
+    assert torch.equal(grouped_forward(label, pages, parts), result)
+    total = torch.ones_like(label.x)
+    assert grouped_forward(label, pages, parts, total, sums) is total
+    assert torch.equal(total, 1 + result), "rounded, then added, as on the CPU"
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_a_pass_at_once_gives_the_numbers_of_a_micro_batch(dtype: DType) -> None:
     """Bit for bit where products meet the same rows."""
     kind = to_torch(dtype)
-    what, weights = routed(30, kind), experts(kind)
+    label, weights = routed(30, kind), experts(kind)
     sums = torch.zeros(30, HIDDEN)
-    add_experts(sums, what, weights, space(30, dtype), most_rows=30)
-    assert torch.equal(sums.to(kind), moe_forward(what, weights, space(30, dtype)))
+    add_experts(sums, label, weights, space(30, dtype), most_rows=30)
+    assert torch.equal(sums.to(kind), moe_forward(label, weights, space(30, dtype)))
 
 
 @pytest.mark.parametrize("extension", [False, True])
@@ -141,23 +141,23 @@ def test_mixed_precision_sums_in_float32(extension: bool, monkeypatch: pytest.Mo
     machine a micro-batch, a split one and a whole pass get the same numbers, bit for bit."""
     if not extension:
         monkeypatch.setattr(native, "available", lambda: False)
-    what, weights = routed(12, torch.float16), [(up, (down * 1e6).bfloat16()) for up, down in experts(torch.bfloat16)]
-    wanted = one_by_one(what, weights)
+    label, weights = routed(12, torch.float16), [(up, (down * 1e6).bfloat16()) for up, down in experts(torch.bfloat16)]
+    wanted = one_by_one(label, weights)
     assert wanted.abs().max() > 65504
     into, begun, sums = (torch.full((12, HIDDEN), value) for value in (1e5, 1e5, 0.0))
-    moe_forward(what, weights, space(12, MIXED_FLOAT16), into=into)
-    SplitMoE(what, weights, frozenset({1, 3}), space(12, MIXED_FLOAT16)).end(begun)
-    add_experts(sums, what, weights, space(12, MIXED_FLOAT16), most_rows=12)
+    moe_forward(label, weights, space(12, MIXED_FLOAT16), into=into)
+    SplitMoE(label, weights, frozenset({1, 3}), space(12, MIXED_FLOAT16)).end(begun)
+    add_experts(sums, label, weights, space(12, MIXED_FLOAT16), most_rows=12)
     assert torch.equal(begun, into)
     assert torch.equal(sums + 1e5, into)
     limits = {"rtol": 1e-3, "atol": 1e-3 * float(wanted.abs().max())}
     torch.testing.assert_close(sums.double(), wanted, **limits)
     pages = PageTable.of(*zip(*weights, strict=True))
-    for found in (
-        grouped_forward(what, pages, space(5, MIXED_FLOAT16), wide=True),
-        moe_forward(what, weights, space(12, MIXED_FLOAT16), wide=True),
+    for result in (
+        grouped_forward(label, pages, space(5, MIXED_FLOAT16), wide=True),
+        moe_forward(label, weights, space(12, MIXED_FLOAT16), wide=True),
     ):
-        torch.testing.assert_close(found.double(), wanted, **limits)
+        torch.testing.assert_close(result.double(), wanted, **limits)
 
 
 def test_experts_come_in_the_order_of_their_ids_with_the_weights_that_are_theirs() -> None:
@@ -179,20 +179,20 @@ def test_what_is_begun_ends_as_if_all_had_been_there(
 ) -> None:
     """Bit for bit; late experts have no numbers before the end, and rows of others beside it are left alone."""
     kind = to_torch(dtype)
-    what, weights = routed(tokens, kind), experts(kind)
-    some = [each if mine else None for each, mine in zip(weights, here, strict=True)]
-    expected = moe_forward(what, some, space(tokens, dtype), into=torch.ones_like(what.x))
-    numbers = {at: [part.clone() for part in weights[at]] for at in late}
+    label, weights = routed(tokens, kind), experts(kind)
+    some = [item if selected else None for item, selected in zip(weights, here, strict=True)]
+    expected = moe_forward(label, some, space(tokens, dtype), into=torch.ones_like(label.x))
+    values = {at: [part.clone() for part in weights[at]] for at in late}
     for at in late:
         for part in weights[at]:
             part.fill_(torch.nan)
     first_row, room = 4 * SPEC.top_k, space(tokens + 4, dtype)
     room.rows[:first_row] = 7
-    begun = SplitMoE(what, some, frozenset(late), room, first_row)
-    for at, parts in numbers.items():
+    begun = SplitMoE(label, some, frozenset(late), room, first_row)
+    for at, parts in values.items():
         for part, right in zip(weights[at], parts, strict=True):
             part.copy_(right)
-    found = torch.ones_like(what.x)
-    begun.end(into=found)
-    assert torch.equal(found, expected)
+    result = torch.ones_like(label.x)
+    begun.end(into=result)
+    assert torch.equal(result, expected)
     assert native.available() is False or room.rows[:first_row].eq(7).all()

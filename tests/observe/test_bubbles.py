@@ -27,37 +27,37 @@ def span(task: Task, start_s: float, end_s: float, last: Task | None = None, unt
     return Span(task=task, start_s=start_s, end_s=end_s, waited_for=last, waited_until_s=until_s)
 
 
-def seconds(found: Bubbles, lane: Lane) -> dict[str, float]:
-    return {cause: bubble.seconds for cause, bubble in found.of(lane).items()}
+def seconds(result: Bubbles, lane: Lane) -> dict[str, float]:
+    return {cause: bubble.seconds for cause, bubble in result.of(lane).items()}
 
 
 def added(*passes: tuple[Span, ...], start_s: float | None = None, end_s: float | None = None) -> Bubbles:
-    found = Bubbles()
+    result = Bubbles()
     if start_s is not None:
-        found.begin(start_s)
+        result.begin(start_s)
     for spans in passes:
-        found.add(Timeline(spans=spans))
-    found.end(end_s)
-    return found
+        result.add(Timeline(spans=spans))
+    result.end(end_s)
+    return result
 
 
 def test_a_wait_is_its_last_dependency_and_then_its_launch() -> None:
-    found = added((span(PAGE, 0, 1), span(EXPERTS, 0, 3), span(PAGE, 3.25, 5, EXPERTS, 3.0)))
-    assert seconds(found, Lane.DISK) == {"post_attention (ring slot)": 2.0, LAUNCH: 0.25}
-    assert seconds(found, Lane.CPU) == {DONE: 2.0}
+    result = added((span(PAGE, 0, 1), span(EXPERTS, 0, 3), span(PAGE, 3.25, 5, EXPERTS, 3.0)))
+    assert seconds(result, Lane.DISK) == {"post_attention (ring slot)": 2.0, LAUNCH: 0.25}
+    assert seconds(result, Lane.CPU) == {DONE: 2.0}
 
 
 def test_what_was_ready_in_time_only_had_to_be_launched() -> None:
-    found = added((span(ATTENTION, 0, 2, None), span(EXPERTS, 2.5, 3, PAGE, 1.5), span(ATTENTION, 4, 5)))
-    assert seconds(found, Lane.CPU) == {LAUNCH: 1.5}
-    assert found.of(Lane.CPU)[LAUNCH].count == 2
+    result = added((span(ATTENTION, 0, 2, None), span(EXPERTS, 2.5, 3, PAGE, 1.5), span(ATTENTION, 4, 5)))
+    assert seconds(result, Lane.CPU) == {LAUNCH: 1.5}
+    assert result.of(Lane.CPU)[LAUNCH].count == 2
 
 
 def test_the_longest_is_remembered_with_its_place() -> None:
     first = (span(EXPERTS, 0, 1), span(EXPERTS, 1.5, 2))
     later = (span(dataclasses.replace(EXPERTS, layer=7), 4, 5, PAGE, 3.5), span(EXPERTS, 5.25, 6, PAGE, 5.25))
-    found = added(first, later)
-    assert found.of(Lane.CPU) == {
+    result = added(first, later)
+    assert result.of(Lane.CPU) == {
         BETWEEN: Bubble(seconds=2.0, count=1, longest_s=2.0, longest_at_s=2.0, pass_number=1, layer=7),
         LAUNCH: Bubble(seconds=0.5, count=1, longest_s=0.5, longest_at_s=1.0, pass_number=0, layer=1),
         "read_page": Bubble(seconds=0.25, count=1, longest_s=0.25, longest_at_s=5.0, pass_number=1, layer=1),
@@ -68,9 +68,9 @@ def test_between_passes_nothing_can_be_launched() -> None:
     """The disk waits from 1 for a slot that is free at 2; the pass ends at 3, and the next begins its work at 5."""
     first = (span(PAGE, 0, 1), span(EXPERTS, 0, 3))
     later = (span(PAGE, 5.5, 6, EXPERTS, 2.0), span(EXPERTS, 5, 7))
-    found = added(first, later)
-    assert seconds(found, Lane.DISK) == {BETWEEN: 2.0, LAUNCH: 1.5, "post_attention (ring slot)": 1.0, DONE: 1.0}
-    assert seconds(found, Lane.CPU) == {BETWEEN: 2.0}
+    result = added(first, later)
+    assert seconds(result, Lane.DISK) == {BETWEEN: 2.0, LAUNCH: 1.5, "post_attention (ring slot)": 1.0, DONE: 1.0}
+    assert seconds(result, Lane.CPU) == {BETWEEN: 2.0}
 
 
 def test_pages_fetched_ahead_fill_the_pass_before_theirs() -> None:
@@ -78,29 +78,29 @@ def test_pages_fetched_ahead_fill_the_pass_before_theirs() -> None:
     hidden = Task(kind=TaskKind.LOAD_HIDDEN, lane=Lane.H2D)
     page = Task(kind=TaskKind.SEND_PAGE, lane=Lane.H2D, page=Page(layer=0, expert=0))
     first = (span(hidden, 0, 1), span(hidden, 3, 4), span(EXPERTS, 0, 4))
-    found = added(first, (span(page, 1, 3), span(hidden, 4, 5), span(EXPERTS, 4, 5)))
-    assert seconds(found, Lane.H2D) == {} == seconds(found, Lane.CPU)
+    result = added(first, (span(page, 1, 3), span(hidden, 4, 5), span(EXPERTS, 4, 5)))
+    assert seconds(result, Lane.H2D) == {} == seconds(result, Lane.CPU)
 
 
 def test_where_nobody_noted_the_wait_nobody_guesses() -> None:
-    found = added((span(EXPERTS, 0, 1), span(EXPERTS, 2, 3, None, None)), (span(EXPERTS, 5, 6, None, None),))
-    assert seconds(found, Lane.CPU) == {BETWEEN: 2.0, UNRECORDED: 1.0}
+    result = added((span(EXPERTS, 0, 1), span(EXPERTS, 2, 3, None, None)), (span(EXPERTS, 5, 6, None, None),))
+    assert seconds(result, Lane.CPU) == {BETWEEN: 2.0, UNRECORDED: 1.0}
 
 
 def test_a_run_may_begin_before_its_first_task_and_end_after_its_last() -> None:
-    found = added((span(EXPERTS, 12, 13),), start_s=10.0, end_s=13.5)
-    assert seconds(found, Lane.CPU) == {BETWEEN: 2.0, DONE: 0.5}
-    found.begin(100.0)
-    found.add(Timeline(spans=(span(EXPERTS, 101, 102),)))
-    assert seconds(found, Lane.CPU) == {BETWEEN: 2.0, DONE: 0.5}  # not looked at before the next pass
-    found.end(102.0)
-    assert seconds(found, Lane.CPU) == {BETWEEN: 3.0, DONE: 0.5}  # and nothing from 13.5 to 100
+    result = added((span(EXPERTS, 12, 13),), start_s=10.0, end_s=13.5)
+    assert seconds(result, Lane.CPU) == {BETWEEN: 2.0, DONE: 0.5}
+    result.begin(100.0)
+    result.add(Timeline(spans=(span(EXPERTS, 101, 102),)))
+    assert seconds(result, Lane.CPU) == {BETWEEN: 2.0, DONE: 0.5}  # not looked at before the next pass
+    result.end(102.0)
+    assert seconds(result, Lane.CPU) == {BETWEEN: 3.0, DONE: 0.5}  # and nothing from 13.5 to 100
 
 
 def test_empty_passes_and_runs_leave_nothing() -> None:
-    found = added((), (span(EXPERTS, 0, 1),), ())
-    found.end()
-    assert [dict(found.of(lane)) for lane in Lane] == [{}] * len(Lane)
+    result = added((), (span(EXPERTS, 0, 1),), ())
+    result.end()
+    assert [dict(result.of(lane)) for lane in Lane] == [{}] * len(Lane)
 
 
 @pytest.mark.parametrize(
@@ -139,15 +139,15 @@ def runs(draw: st.DrawFn) -> list[Timeline]:
 @examples(150)
 @given(timelines=runs())
 def test_work_and_rest_make_the_run(timelines: list[Timeline]) -> None:
-    found = Bubbles()
+    result = Bubbles()
     for timeline in timelines:
-        found.add(timeline)
-    found.end()
+        result.add(timeline)
+    result.end()
     begin_s, end_s = timelines[0].start_s, max(timeline.end_s for timeline in timelines)
     spans = [span for timeline in timelines for span in timeline.spans]
     for lane in {span.task.lane for span in spans}:
         busy_s = sum(span.end_s - span.start_s for span in spans if span.task.lane is lane)
-        causes = found.of(lane)
+        causes = result.of(lane)
         assert busy_s + sum(bubble.seconds for bubble in causes.values()) == pytest.approx(end_s - begin_s)
         assert list(causes) == sorted(causes, key=lambda cause: -causes[cause].seconds)
         waits = {cause_of(s.task.kind, s.waited_for.kind) for s in spans if s.task.lane is lane and s.waited_for}
@@ -160,14 +160,14 @@ def test_work_and_rest_make_the_run(timelines: list[Timeline]) -> None:
 
 def test_a_long_run_takes_no_more_memory_than_a_short_one() -> None:
     """A lane that works once in a run, and causes that come again and again."""
-    found = Bubbles()
+    result = Bubbles()
     for n in range(500):
         tasks = [span(EXPERTS, n, n + 0.5), span(PAGE, n + 0.25, n + 0.75, EXPERTS, n + 0.125)]
         if not n:
             tasks.append(span(Task(kind=TaskKind.SEND_PAGE, lane=Lane.H2D), 0, 0.25))
-        found.add(Timeline(spans=tuple(tasks)))
-        assert len(found._pending) <= 4 and len(found._gaps) <= room._GAPS_KEPT
-    found.end()
-    assert found.of(Lane.CPU)[BETWEEN].count == 499
-    assert found.of(Lane.H2D)[DONE].seconds == pytest.approx(499.5)
-    assert len(found._found) == 6
+        result.add(Timeline(spans=tuple(tasks)))
+        assert len(result._pending) <= 4 and len(result._gaps) <= room._GAPS_KEPT
+    result.end()
+    assert result.of(Lane.CPU)[BETWEEN].count == 499
+    assert result.of(Lane.H2D)[DONE].seconds == pytest.approx(499.5)
+    assert len(result._found) == 6

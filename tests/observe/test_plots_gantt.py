@@ -54,7 +54,7 @@ def test_the_picture_says_what_a_reader_needs(tmp_path: Path) -> None:
     """Lanes, load, the binding lane's idle time, layers, pages, colours; a lane that took no time is not there."""
     path = tmp_path / "orders.svg"
     plot_timelines(path, [("first", TIMELINE), ("second", SHORTER)], title="Two orders")
-    found = texts(path)
+    result = texts(path)
     for wanted in (
         "Two orders",
         "first: 7.00 s",
@@ -70,8 +70,8 @@ def test_the_picture_says_what_a_reader_needs(tmp_path: Path) -> None:
         "binding lane idle",
         "time, s",
     ):
-        assert wanted in found
-    assert "CPU" not in found
+        assert wanted in result
+    assert "CPU" not in result
 
 
 def test_a_png_is_1200_pixels_wide(tmp_path: Path) -> None:

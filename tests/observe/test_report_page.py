@@ -27,9 +27,9 @@ def page(path: Path, *, title: str = "trace.json") -> str:
 
 
 def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r"<script id=trace type=application/json>(.*?)</script>", text, re.DOTALL)
-    assert found is not None
-    return json.loads(found.group(1))  # type: ignore[no-any-return]
+    match = re.search(r"<script id=trace type=application/json>(.*?)</script>", text, re.DOTALL)
+    assert match is not None
+    return json.loads(match.group(1))  # type: ignore[no-any-return]
 
 
 class Elements(HTMLParser):
@@ -62,7 +62,7 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
 def test_figures_and_policy_are_there(tmp_path: Path) -> None:
     text = Elements()
     text.feed(page(write_passes(tmp_path / "t.json", 3)))
-    for said in (
+    for message in (
         "demo",
         "on t4",
         "N = 8 in micro-batches of 4",
@@ -82,7 +82,7 @@ def test_figures_and_policy_are_there(tmp_path: Path) -> None:
         "the link binds",
         "moelight 1.2.3",
     ):
-        assert said in text.text, said
+        assert message in text.text, message
 
 
 def test_the_longest_rests_lead_into_the_chart(tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_a_lane_that_never_stood_still_has_no_table(tmp_path: Path) -> None:
 
 def test_a_bar_says_what_it_waited_for(tmp_path: Path) -> None:
     data = data_of(page(write_passes(tmp_path / "t.json", 1)))
-    said = {
+    message = {
         data["kinds"][kind]["name"]: (data["causes"][cause] if cause >= 0 else None, until)
         for kind, cause, until in zip(data["bars"]["kind"], data["bars"]["cause"], data["bars"]["until"], strict=True)
     }
-    assert said == {"send_page": (None, 0), "cpu_attention": (None, 0), "post_attention": ("send_page", 500_000)}
+    assert message == {"send_page": (None, 0), "cpu_attention": (None, 0), "post_attention": ("send_page", 500_000)}
 
 
 def test_a_trace_without_a_prediction_says_so(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ def test_the_keys_are_those_of_the_stats_file() -> None:
 
 
 def test_nothing_ran() -> None:
-    found = stats(wall_s=0.0, completion_tokens=0, lanes={Lane.CPU: LaneStats()})
-    assert found.tokens_per_s == 0.0 and found.binding is None
-    assert found.as_dict()["lanes"]["cpu"]["busy_share"] == 0.0 and found.as_dict()["binding"] is None
+    result = stats(wall_s=0.0, completion_tokens=0, lanes={Lane.CPU: LaneStats()})
+    assert result.tokens_per_s == 0.0 and result.binding is None
+    assert result.as_dict()["lanes"]["cpu"]["busy_share"] == 0.0 and result.as_dict()["binding"] is None
     assert stats(lanes={}).binding is None
 
 
@@ -81,13 +81,13 @@ def test_totals_add_up_over_passes_in_lane_order() -> None:
     totals.add(Timeline(spans=(span(Lane.DISK, 1.0, 3.0, 100), span(Lane.H2D, 2.0, 2.5, 10))))
     totals.add(Timeline(spans=(span(Lane.DISK, 4.0, 4.25, 1),)))
     totals.add(Timeline(spans=()))
-    found = totals.stats()
-    assert {lane: dataclasses.replace(mine, bubbles_s={}) for lane, mine in found.items()} == {
+    result = totals.stats()
+    assert {lane: dataclasses.replace(selected, bubbles_s={}) for lane, selected in result.items()} == {
         Lane.DISK: LaneStats(busy_s=2.25, bytes=101, tasks=2),
         Lane.H2D: LaneStats(busy_s=0.5, bytes=10, tasks=1),
         Lane.CPU: LaneStats(),
     }
-    assert list(found) == [Lane.DISK, Lane.H2D, Lane.CPU]
+    assert list(result) == [Lane.DISK, Lane.H2D, Lane.CPU]
 
 
 def test_work_and_bubbles_of_a_run_make_its_wall_time() -> None:
@@ -125,4 +125,4 @@ def test_totals_agree_with_the_timeline() -> None:
     timeline = Timeline(spans=tuple(span(lane, n, n + 0.5 * (n + 1)) for n, lane in enumerate(Lane)))
     totals = LaneTotals()
     totals.add(timeline)
-    assert {lane: found.busy_s for lane, found in totals.stats().items()} == timeline.busy_s()
+    assert {lane: stat.busy_s for lane, stat in totals.stats().items()} == timeline.busy_s()

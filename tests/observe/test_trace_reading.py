@@ -17,9 +17,9 @@ from tests.observe.traces import ABOUT, write_passes
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    found = read_trace(write_passes(tmp_path / "t.json", 3, tasks=2))
-    assert found.about == ABOUT
-    bars = found.bars
+    result = read_trace(write_passes(tmp_path / "t.json", 3, tasks=2))
+    assert result.about == ABOUT
+    bars = result.bars
     assert len(bars) == 12
     assert list(bars.passes) == [0] * 4 + [1] * 4 + [2] * 4
     lanes, kinds = tuple(Lane), tuple(TaskKind)
@@ -129,10 +129,10 @@ def test_hostile_traces_are_one_clear_line(kind: str, tmp_path: Path) -> None:
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(InputError) as refused:
         read_trace(path)
-    said = str(refused.value)
-    assert said.startswith(f"{path}: ") and "\n" not in said and len(said) < 400
+    message = str(refused.value)
+    assert message.startswith(f"{path}: ") and "\n" not in message and len(message) < 400
     for word in words:
-        assert word in said
+        assert word in message
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:

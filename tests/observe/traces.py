@@ -23,12 +23,12 @@ ABOUT = TraceHeader(
 
 def one_pass(start_s: float, *, send_s: float = 0.5, size: int = 1000, tasks: int = 1) -> Timeline:
     """A transfer (in ``tasks`` pieces, one by one), attention beside it, experts after both: ``send_s`` + 0.5."""
-    each = send_s / tasks
+    item = send_s / tasks
     sends = tuple(
         Span(
             task=Task(kind=TaskKind.SEND_PAGE, lane=Lane.H2D, page=Page(layer=1, expert=piece), bytes=size // tasks),
-            start_s=start_s + piece * each,
-            end_s=start_s + (piece + 1) * each,
+            start_s=start_s + piece * item,
+            end_s=start_s + (piece + 1) * item,
         )
         for piece in range(tasks)
     )

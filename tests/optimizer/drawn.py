@@ -117,8 +117,8 @@ def balanced_speeds(draw: random.Random, model: ModelProfile, work: Workload, *,
     weights = float(costs.page_bytes(model, FLOAT32) * model.num_moe_layers * model.experts.num_experts)
     flops = 2.0 * requests * model.num_moe_layers * model.router.top_k * costs.page_elements(model)
     cache = float(requests * (work.prompt_len + work.gen_len) * costs.kv_token_bytes(model, FLOAT32))
-    each = costs.qkv_bytes(model, FLOAT32, 1) + costs.hidden_bytes(model, FLOAT32, 1)
-    crossing = float(requests * model.num_layers * each)
+    item = costs.qkv_bytes(model, FLOAT32, 1) + costs.hidden_bytes(model, FLOAT32, 1)
+    crossing = float(requests * model.num_layers * item)
 
     def about(size: float, decades: float = 0.0) -> float:
         return float(size * 10 ** draw.uniform(decades - spread, decades + spread))
@@ -168,8 +168,8 @@ def drawn_capacities(draw: random.Random, problem: Problem) -> dict[str, int]:
         needed[tier] += int(size)
     cache = int(kv_blocks(candidate)) * kv_block_bytes(problem.model, candidate, FLOAT32)
     pages = problem.pages * costs.page_slot_bytes(problem.model, FLOAT32)
-    found = {}
+    result = {}
     for tier in needed:
         about = int(needed[tier] + draw.uniform(-0.1, 1.3) * pages + draw.uniform(-0.1, 1.2) * cache)
-        found[tier] = draw.choices([max(about, 0), PLENTY, int(0.7 * needed[tier])], [0.86, 0.12, 0.02])[0]
-    return {**found, "disk": draw.choice([0, PLENTY, PLENTY, int(draw.random() * pages)])}
+        result[tier] = draw.choices([max(about, 0), PLENTY, int(0.7 * needed[tier])], [0.86, 0.12, 0.02])[0]
+    return {**result, "disk": draw.choice([0, PLENTY, PLENTY, int(draw.random() * pages)])}

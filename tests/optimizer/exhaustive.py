@@ -108,11 +108,11 @@ def every(problem: Problem, attention: str, ffn: str, order: str) -> Policies:
     cache = np.asarray(kv_tokens(problem, sizes[:, 0]))
     blocks = -(-cache // BLOCK) if attention == "gpu" else np.zeros(len(sizes), dtype=int)
     size = np.repeat(np.arange(len(sizes)), blocks + 1)
-    on_device = np.concatenate([np.arange(most + 1) for most in blocks])
+    on_device = np.concatenate([np.arange(block + 1) for block in blocks])
     placed = np.array(list(_placed(problem, ffn)))
     one, other = (grid.ravel() for grid in np.meshgrid(np.arange(len(size)), np.arange(len(placed)), indexing="ij"))
     chosen, at = sizes[size[one]], placed[other]
-    found = Policies(
+    result = Policies(
         cost_model=acts_for(problem, attention, ffn),
         schedule=order,
         batch_size=chosen[:, 0],
@@ -126,15 +126,15 @@ def every(problem: Problem, attention: str, ffn: str, order: str) -> Policies:
         blocks=on_device[one],
         ring_pages=np.full(len(one), problem.two_layers),
     )
-    return with_rings(problem, found)
+    return with_rings(problem, result)
 
 
 def with_rings(problem: Problem, some: Policies) -> Policies:
     """``some`` with every ring that they may have."""
     smallest, largest = problem.rings(some)  # type: ignore[arg-type]
     rings = np.arange(smallest, largest + 1)
-    each = some.at(np.tile(np.arange(len(some.batch_size)), len(rings)))
-    return replace(each, ring_pages=np.repeat(rings, len(some.batch_size)))
+    item = some.at(np.tile(np.arange(len(some.batch_size)), len(rings)))
+    return replace(item, ring_pages=np.repeat(rings, len(some.batch_size)))
 
 
 def fits(problem: Problem, some: Policies) -> Any:
@@ -149,10 +149,10 @@ def fits(problem: Problem, some: Policies) -> Any:
     block = kv_block_bytes(problem.model, some, problem.dtype)
     device = used["device"] + slots[:, 0] * slot + some.blocks * block
     host = used["host"] + slots[:, 1] * slot + (-(-some.kv_tokens // BLOCK) - some.blocks) * block
-    found = host <= problem.capacity_bytes["host"]
+    result = host <= problem.capacity_bytes["host"]
     if problem.has_gpu:
-        found &= device <= problem.capacity_bytes["device"]
-    return found & (some.from_disk * costs.page_bytes(problem.model, problem.dtype) <= problem.capacity_bytes["disk"])
+        result &= device <= problem.capacity_bytes["device"]
+    return result & (some.from_disk * costs.page_bytes(problem.model, problem.dtype) <= problem.capacity_bytes["disk"])
 
 
 def seconds(problem: Problem, some: Policies) -> Any:

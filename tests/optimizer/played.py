@@ -113,12 +113,12 @@ class Played:
 
     def rate(self, *, first: float = 0.3, last: float = 0.8) -> float:
         """Generated tokens per second in the middle of the job, by shares of all tokens."""
-        whole, done, start = sum(self.tokens), 0, None
+        full, done, start = sum(self.tokens), 0, None
         for tokens, end_s in zip(self.tokens, self.ends_s, strict=True):
             done += tokens
-            if start is None and done >= first * whole:
+            if start is None and done >= first * full:
                 start = done, end_s
-            if start is not None and done >= last * whole:
+            if start is not None and done >= last * full:
                 return (done - start[0]) / (end_s - start[1])
         raise AssertionError("the job is too short")
 

@@ -67,10 +67,10 @@ def uneven(count: int) -> list[tuple[int, int]]:
 def test_n_grows_to_what_the_cache_holds_as_brute_force_would_have_it(truth: dict[str, float]) -> None:
     plain = Played(MIXTRAL, ROOMY, slowed(CPU, truth), uneven(240))
     rates = {n: replace(plain, policy=_sized(n), ends_s=[], tokens=[]).play().rate() for n in (16, 32, 64, 96)}
-    found = adapted(plain, CPU)
-    assert found.changes[0].now["batch_size"] > 64
-    assert found.changes[0].predicted_gain > WORTH_IT
-    assert found.rate(first=0.5) > 0.93 * max(rates.values()) > 1.5 * rates[32]
+    result = adapted(plain, CPU)
+    assert result.changes[0].now["batch_size"] > 64
+    assert result.changes[0].predicted_gain > WORTH_IT
+    assert result.rate(first=0.5) > 0.93 * max(rates.values()) > 1.5 * rates[32]
 
 
 def _sized(n: int) -> Policy:
@@ -89,10 +89,10 @@ def test_larger_micro_batches_where_the_device_binds_as_brute_force_would_have_i
     for mu in (32, 128, 256):
         other = replace(FULL, micro_batch_size=mu)
         rates[mu] = replace(plain, policy=other, ends_s=[], tokens=[]).play().rate()
-    found = adapted(plain, GPU)
+    result = adapted(plain, GPU)
     if max(rates.values()) > 1.1 * rates[32]:
-        assert found.changes
-    assert found.rate(first=0.5) > 0.93 * max(rates.values())
+        assert result.changes
+    assert result.rate(first=0.5) > 0.93 * max(rates.values())
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -124,15 +124,15 @@ class Thrashing(Played):
 
 
 def test_back_from_a_change_that_did_not_keep_its_promise() -> None:
-    found = adapted(Thrashing(MIXTRAL, ROOMY, CPU, uneven(400)), CPU)
-    there, back = found.changes[:2]
-    assert there.now["batch_size"] > 32
-    assert back.now == there.before and back.before == there.now
+    result = adapted(Thrashing(MIXTRAL, ROOMY, CPU, uneven(400)), CPU)
+    present, back = result.changes[:2]
+    assert present.now["batch_size"] > 32
+    assert back.now == present.before and back.before == present.now
     assert back.predicted_gain == 0
     assert "of the +" in back.reason
-    assert found.adapter is not None
-    assert found.adapter.policy.batch_size == 32
-    assert all(change.now.get("batch_size", 32) <= 32 for change in found.changes[1:])
+    assert result.adapter is not None
+    assert result.adapter.policy.batch_size == 32
+    assert all(change.now.get("batch_size", 32) <= 32 for change in result.changes[1:])
 
 
 def test_changes_are_few_whatever_the_passes_say() -> None:
@@ -246,9 +246,9 @@ def test_the_machine_is_found_from_what_its_lanes_took(by: dict[str, float], dis
         )
         took = float(np.sum(true.seconds(policy, passes_that_ran([made]), {})))
         ran.append(replace(made, seconds=took, busy_s=true.lanes(policy, passes_that_ran([made]), {})))
-    found = Adapter(MIXTRAL, policy, speeds, BFLOAT16).learn(policy, ran, {})
-    assert found.pop("pass") == pytest.approx(1.0, rel=0.02)
-    for lane, factor in found.items():
+    result = Adapter(MIXTRAL, policy, speeds, BFLOAT16).learn(policy, ran, {})
+    assert result.pop("pass") == pytest.approx(1.0, rel=0.02)
+    for lane, factor in result.items():
         assert factor == pytest.approx(by[lane], rel=0.05)
 
 
@@ -281,10 +281,12 @@ def test_a_slowed_machine_takes_so_much_longer() -> None:
     assert slow.gpu is not None and GPU.gpu is not None
     assert slow.disk == GPU.disk / 2
     assert slow.h2d == GPU.h2d
-    for unit, own, factor in ((slow.cpu, GPU.cpu, 5.0), (slow.gpu, GPU.gpu, 3.0)):
-        assert unit.product_s(64.0, 1 << 24, BFLOAT16) == pytest.approx(factor * own.product_s(64.0, 1 << 24, BFLOAT16))
-        assert unit.touch_s(1e6) == pytest.approx(factor * own.touch_s(1e6))
-        assert unit.prefill_s(1e9, 128.0) == pytest.approx(factor * own.prefill_s(1e9, 128.0))
+    for unit, original, factor in ((slow.cpu, GPU.cpu, 5.0), (slow.gpu, GPU.gpu, 3.0)):
+        assert unit.product_s(64.0, 1 << 24, BFLOAT16) == pytest.approx(
+            factor * original.product_s(64.0, 1 << 24, BFLOAT16)
+        )
+        assert unit.touch_s(1e6) == pytest.approx(factor * original.touch_s(1e6))
+        assert unit.prefill_s(1e9, 128.0) == pytest.approx(factor * original.prefill_s(1e9, 128.0))
     assert slow.cpu.task_s == 5 * GPU.cpu.task_s
 
 

@@ -129,8 +129,8 @@ def test_the_bound_is_within_its_gap_where_boxes_suffice(requests: int, monkeypa
     work = Workload(num_requests=requests, prompt_len=4, max_prompt_len=4, gen_len=8)
     fixed = {**problem.fixed, "micro_batch_tokens": 512}
     problem = replace(problem, workload=work, capacity_bytes={"host": 1 << 40, "disk": 0}, fixed=fixed)
-    found = search(problem)
-    assert found is not None
-    least = bound.least_seconds(problem, found.seconds)
-    assert least <= found.seconds
-    assert least >= found.seconds * (1 - 5 * bound.GAP)
+    match = search(problem)
+    assert match is not None
+    least = bound.least_seconds(problem, match.seconds)
+    assert least <= match.seconds
+    assert least >= match.seconds * (1 - 5 * bound.GAP)

@@ -31,16 +31,16 @@ FIXES: list[dict[str, int | float]] = [
 
 def every_look(problem: Problem, seed: int) -> list[Candidates]:
     """The first look at some settings, and what is around one of it, in steps and at random."""
-    found, every = [], list(variants(problem))
+    result, every = [], list(variants(problem))
     for variant in random.Random(seed).sample(every, min(4, len(every))):
         look = first_sample(problem, variant)
-        found.append(look)
+        result.append(look)
         if len(look.computed):
             one = look.at(random.Random(seed).randrange(len(look.computed)))
             few = look.at(np.arange(min(3, len(look.computed))))
-            found += [around(problem, one, step=step) for step in (1.0, 0.1, 0.0)]
-            found += [around(problem, few, step=0.3), scattered(problem, few, np.random.default_rng(seed), 100)]
-    return found
+            result += [around(problem, one, step=step) for step in (1.0, 0.1, 0.0)]
+            result += [around(problem, few, step=0.3), scattered(problem, few, np.random.default_rng(seed), 100)]
+    return result
 
 
 @pytest.mark.parametrize("fixes", FIXES)
@@ -100,14 +100,14 @@ def test_single_steps_lead_everywhere(seed: int) -> None:
         one = look.at(len(look.computed) // 2)
         resident = around(problem, one, step=0.0)
         n, mu = int(one.batch_size), int(one.micro_batch_size)
-        found = set(zip(resident.batch_size.tolist(), resident.micro_batch_size.tolist(), strict=True))
+        result = set(zip(resident.batch_size.tolist(), resident.micro_batch_size.tolist(), strict=True))
         b = -(-n // mu)
         for other in (n - 1, n, n + 1):
             if 1 <= other <= 100:
-                assert (other, -(-other // min(b, other))) in found
+                assert (other, -(-other // min(b, other))) in result
         for parts in (b - 1, b + 1):
             if 1 <= parts <= n:
-                assert (n, -(-n // parts)) in found
+                assert (n, -(-n // parts)) in result
         waves = -(-100 // n)
         for more in (waves - 1, waves + 1):
             if more >= 1:

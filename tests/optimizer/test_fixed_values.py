@@ -17,10 +17,10 @@ from tests.shapes import examples
 
 
 def test_values_are_typed_by_their_key() -> None:
-    found = parse_fixes(
+    result = parse_fixes(
         ["attention=cpu", "ffn=split", "batch_size=64", "weights.device=0.25", "kv.host=1", "schedule=cgopipe"]
     )
-    assert found == {
+    assert result == {
         "attention_device": "cpu",
         "ffn_device": "split",
         "batch_size": 64,
@@ -28,7 +28,7 @@ def test_values_are_typed_by_their_key() -> None:
         "kv.host": 1.0,
         "schedule": "cgopipe",
     }
-    assert isinstance(found["kv.host"], float) and isinstance(found["batch_size"], int)
+    assert isinstance(result["kv.host"], float) and isinstance(result["batch_size"], int)
 
 
 def test_the_keys_are_those_of_a_policy_in_json() -> None:

@@ -40,15 +40,15 @@ def one_candidate(seed: int) -> tuple[Problem, Candidates, Policies]:
 @given(seed=st.integers(0, 1 << 30))
 def test_the_programme_finds_the_best_homes(seed: int) -> None:
     problem, candidate, some = one_candidate(seed)
-    found = solve(problem, candidate)
-    assert (found is None) == (len(some.batch_size) == 0)
-    if found is None:
+    result = solve(problem, candidate)
+    assert (result is None) == (len(some.batch_size) == 0)
+    if result is None:
         return
-    assert found.seconds == pytest.approx(seconds(problem, some).min(), rel=1e-6)
-    priced = job_s(candidate.cost_model, problem.workload, candidate, found.placed)
-    assert found.seconds == pytest.approx(float(priced), rel=1e-6)
-    assert all(count == round(count) for count in (found.placed.from_host, found.placed.from_disk))
-    assert 0 <= found.placed.offloaded <= problem.pages
+    assert result.seconds == pytest.approx(seconds(problem, some).min(), rel=1e-6)
+    priced = job_s(candidate.cost_model, problem.workload, candidate, result.placed)
+    assert result.seconds == pytest.approx(float(priced), rel=1e-6)
+    assert all(count == round(count) for count in (result.placed.from_host, result.placed.from_disk))
+    assert 0 <= result.placed.offloaded <= problem.pages
 
 
 @examples(60)
@@ -71,6 +71,6 @@ def test_fixed_shares_are_met_and_the_rest_is_the_best(seed: int) -> None:
         cache = -(-some.kv_tokens // 32)
         fixed["kv.device"] = float(some.blocks[one] / cache[one])
         same &= some.blocks == some.blocks[one]
-    found = solve(replace(problem, fixed=fixed), candidate)
-    assert found is not None
-    assert found.seconds == pytest.approx(seconds(problem, some.at(np.flatnonzero(same))).min(), rel=1e-6)
+    result = solve(replace(problem, fixed=fixed), candidate)
+    assert result is not None
+    assert result.seconds == pytest.approx(seconds(problem, some.at(np.flatnonzero(same))).min(), rel=1e-6)

@@ -36,13 +36,13 @@ def with_tokens(problem: Problem, seed: int) -> Problem:
 def test_the_optimizer_equals_enumeration(seed: int) -> None:
     problem = with_tokens(drawn_problem(seed), seed)
     assume(sum(len(every(problem, *variant).batch_size) for variant in settings_of(problem)) <= MOST_POLICIES)
-    least, found = least_seconds_of_all(problem), search(problem)
-    assert (found is None) == (least == float("inf")) == (not feasible(problem))
-    if found is None:
+    least, result = least_seconds_of_all(problem), search(problem)
+    assert (result is None) == (least == float("inf")) == (not feasible(problem))
+    if result is None:
         with pytest.raises(BudgetError):
             raise infeasible_error(problem)
         return
-    policy = policy_of(problem, found)
+    policy = policy_of(problem, result)
     priced = estimate(problem.model, policy, problem.workload, problem.speeds, dtype=FLOAT32)
     took = problem.workload.num_requests * problem.workload.gen_len / priced.tokens_per_s
     assert took == pytest.approx(least, rel=1e-6)
@@ -62,11 +62,11 @@ def test_no_enumerated_policy_beats_a_free_choice_or_its_bound(seed: int) -> Non
     """With every key open the optimizer has all that is enumerated to choose from, and more."""
     problem = drawn_problem(seed, most_requests=3)
     assume(sum(len(every(problem, *variant).batch_size) for variant in settings_of(problem)) <= MOST_POLICIES)
-    least, found = least_seconds_of_all(problem), search(replace(problem, fixed={}))
-    assert found is not None or least == float("inf")
-    if found is not None:
-        assert found.seconds <= least * 1.002
-        assert least_seconds(replace(problem, fixed={}), found.seconds) <= min(least, found.seconds)
+    least, result = least_seconds_of_all(problem), search(replace(problem, fixed={}))
+    assert result is not None or least == float("inf")
+    if result is not None:
+        assert result.seconds <= least * 1.002
+        assert least_seconds(replace(problem, fixed={}), result.seconds) <= min(least, result.seconds)
 
 
 @examples(8)

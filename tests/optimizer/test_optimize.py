@@ -44,15 +44,15 @@ def free_plan(hardware: str, model: str) -> Plan:
 
 @pytest.mark.parametrize(("hardware", "model"), PAIRS)
 def test_a_plan_fits_and_no_policy_is_much_faster(hardware: str, model: str) -> None:
-    found = free_plan(hardware, model)
-    assert all(use.total_bytes <= use.capacity_bytes for use in found.memory)
-    assert found.estimate.tokens_per_s <= found.bound_tokens_per_s <= 1.2 * found.estimate.tokens_per_s
-    assert found.what_if == tuple(sorted(found.what_if, key=lambda item: -item.gain))
-    assert model.split("-", maxsplit=1)[0] in found.why
-    said = plan_as_dict(found)
-    assert json.loads(json.dumps(said)) == said
-    assert sum(said["policy"]["weights"].values()) == pytest.approx(1)
-    for use in said["memory"].values():
+    result = free_plan(hardware, model)
+    assert all(use.total_bytes <= use.capacity_bytes for use in result.memory)
+    assert result.estimate.tokens_per_s <= result.bound_tokens_per_s <= 1.2 * result.estimate.tokens_per_s
+    assert result.what_if == tuple(sorted(result.what_if, key=lambda item: -item.gain))
+    assert model.split("-", maxsplit=1)[0] in result.why
+    message = plan_as_dict(result)
+    assert json.loads(json.dumps(message)) == message
+    assert sum(message["policy"]["weights"].values()) == pytest.approx(1)
+    for use in message["memory"].values():
         assert sum(use["by_purpose"].values()) == use["total_bytes"]
 
 
@@ -83,15 +83,15 @@ def test_a_fixed_share_is_met_to_the_page(key: str, share: float) -> None:
     fixed = plan("t4", "mixtral", fix={key: share, "ffn_device": "split"})
     tier, _, name = key.partition(".")
     policy = plan_as_dict(fixed)["policy"]
-    found = policy[tier][name] if name else policy[tier]
-    assert found == pytest.approx(round(share * 256) / 256)
+    result = policy[tier][name] if name else policy[tier]
+    assert result == pytest.approx(round(share * 256) / 256)
 
 
 @pytest.mark.usefixtures("unproved")
 def test_limits_bind_to_the_byte_and_a_refusal_names_what_lacks() -> None:
-    found = plan("t4", "mixtral", limits={"device": 10 << 30, "host": 100 << 30})
-    assert found.use_of("device").capacity_bytes == 10 << 30
-    assert found.use_of("device").total_bytes <= 10 << 30
+    result = plan("t4", "mixtral", limits={"device": 10 << 30, "host": 100 << 30})
+    assert result.use_of("device").capacity_bytes == 10 << 30
+    assert result.use_of("device").total_bytes <= 10 << 30
     with pytest.raises(BudgetError, match=r"--host-memory 512\.0MiB is too small for mixtral-8x7b: at least .* more"):
         plan("t4", "mixtral", limits={"host": 1 << 29})
     with pytest.raises(BudgetError, match=r"without --fix weights\.device=0\.9 it fits"):
@@ -100,8 +100,8 @@ def test_limits_bind_to_the_byte_and_a_refusal_names_what_lacks() -> None:
 
 @pytest.mark.usefixtures("unproved")
 def test_no_disk_means_that_nothing_streams_from_it() -> None:
-    found = plan("t4", "mixtral", limits={"disk": 0})
-    assert found.policy.weights.disk == 0
+    result = plan("t4", "mixtral", limits={"disk": 0})
+    assert result.policy.weights.disk == 0
     with pytest.raises(BudgetError, match="mixtral"):
         plan("laptop-nvme", "mixtral", limits={"disk": 0})
 
@@ -131,8 +131,8 @@ def test_an_equal_question_is_answered_from_disk(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(optimize, "best_plan", searched)
     first = plan(*asked)
     assert plan(*asked) == first and first.policy == made.policy
-    (kept,) = cache_directory("plans").iterdir()
-    kept.write_text(kept.read_text()[:100])
+    (retained,) = cache_directory("plans").iterdir()
+    retained.write_text(retained.read_text()[:100])
     again = plan(*asked)
     assert again.policy == first.policy
     assert again.solve_s != first.solve_s
@@ -142,10 +142,10 @@ def test_an_equal_question_is_answered_from_disk(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_plan_survives_its_file() -> None:
-    found = free_plan("t4", "mixtral")
+    result = free_plan("t4", "mixtral")
     assert not cache_directory("plans").exists()
     key = key_of("any", {"of": 1}, ("inputs",))
-    store_plan(key, found)
-    assert stored_plan(key) == replace(found, speeds=None)  # which whoever asks has again
-    assert found.speeds is not None
+    store_plan(key, result)
+    assert stored_plan(key) == replace(result, speeds=None)  # which whoever asks has again
+    assert result.speeds is not None
     assert stored_plan(key_of("any", {"of": 2}, ("inputs",))) is None

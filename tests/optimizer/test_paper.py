@@ -150,8 +150,8 @@ def test_rates_follow_from_the_layer() -> None:
 def test_requests_and_the_longest_prompt_do_not_enter() -> None:
     one = Workload(num_requests=1, prompt_len=77, max_prompt_len=77, gen_len=32)
     many = Workload(num_requests=10**6, prompt_len=77, max_prompt_len=4000, gen_len=32)
-    found = plan(l4(), one)
-    assert replace(plan(l4(), many), workload=one) == found
+    result = plan(l4(), one)
+    assert replace(plan(l4(), many), workload=one) == result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -343,12 +343,12 @@ def test_a_refusal_offers_other_changes() -> None:
     with pytest.raises(BudgetError, match=r"; or a batch_size of at most (\d+) in micro-batches of 1") as caught:
         plan(l4(), work(77, 32), batch_size=100000)
     assert caught.value.tier in ("host", "device")
-    found = re.search(r"at most (\d+) in", str(caught.value))
-    assert found
-    most = int(found[1])
-    assert plan(l4(), work(77, 32), batch_size=most).policy.batch_size == most
+    match = re.search(r"at most (\d+) in", str(caught.value))
+    assert match
+    maximum = int(match[1])
+    assert plan(l4(), work(77, 32), batch_size=maximum).policy.batch_size == maximum
     with pytest.raises(BudgetError):
-        plan(l4(), work(77, 32), batch_size=most + 1)
+        plan(l4(), work(77, 32), batch_size=maximum + 1)
     with pytest.raises(BudgetError, match=r"; or a micro_batch_size of at most \d+$"):
         plan(l4(), work(77, 32), micro_batch_size=5000)
     with pytest.raises(BudgetError, match=r"--host-memory .*; or \S+ more --device-memory"):
@@ -370,7 +370,7 @@ def test_the_plan_says_what_the_search_found() -> None:
     jobs_s = sum(phase.passes * phase.seconds for phase in made.estimate.phases)
     assert result.policy.batch_size * 32 / jobs_s == pytest.approx(made.estimate.tokens_per_s)
     assert [use.tier for use in made.memory] == ["device", "host"]
-    gains = [found.gain for found in made.what_if]
+    gains = [result.gain for result in made.what_if]
     assert gains == sorted(gains, reverse=True)
     assert made.what_if[0].change == "twice the link bandwidth"
     assert "324" in made.why

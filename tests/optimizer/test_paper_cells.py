@@ -57,7 +57,7 @@ def solver_link_s(x: PaperSetting, cell: Limits, g: int, nb: int) -> float | Non
 
     base = sides(np.zeros(5))
     slopes = np.stack([sides(one) - base for one in np.eye(5)], axis=1)  # every side is affine
-    found = linprog(
+    result = linprog(
         slopes[0],
         A_ub=slopes[1:],
         b_ub=-base[1:],
@@ -66,7 +66,7 @@ def solver_link_s(x: PaperSetting, cell: Limits, g: int, nb: int) -> float | Non
         bounds=[(0, None), cell.weights_host, (0, None), cell.kv_host, (0, None)],
         method="highs",
     )
-    return float(found.fun + base[0]) * unit if found.status == 0 else None
+    return float(result.fun + base[0]) * unit if result.status == 0 else None
 
 
 def random_setting(rng: np.random.Generator) -> PaperSetting:
@@ -107,24 +107,24 @@ def test_the_closed_form_is_the_solvers_answer(gpu_attention: bool) -> None:
             weights_host=(low, rng.uniform(low, 1.0)) if low else (0.0, 1.0),
             kv_host=(0.0, 1.0) if gpu_attention else (1.0, 1.0),
         )
-        found = paper_grid.solve_cells(x, cell, np.array([g]), np.array([nb]))
+        result = paper_grid.solve_cells(x, cell, np.array([g]), np.array([nb]))
         expected = solver_link_s(x, cell, g, nb)
         if expected is None:
-            assert not found.feasible[0]
+            assert not result.feasible[0]
             refused += 1
             continue
-        assert found.feasible[0]
+        assert result.feasible[0]
         choice = PaperPolicy(
             micro_batch_size=g,
             num_micro_batches=nb,
-            weights_host=found.weights_host[0],
-            kv_host=found.kv_host[0],
+            weights_host=result.weights_host[0],
+            kv_host=result.kv_host[0],
             gpu_attention=gpu_attention,
         )
         unit = paper.expert_layer_bytes(x) / x.link_bandwidth
         assert paper.decode_link_s(x, choice) == pytest.approx(expected, rel=1e-5, abs=1e-6 * unit)
         solved += 1
-        mixed += 0 < found.weights_host[0] < 1
+        mixed += 0 < result.weights_host[0] < 1
     assert mixed >= 4
 
 
@@ -138,11 +138,11 @@ def test_any_three_rows_are_solved_as_by_highs() -> None:
         rows = [paper_grid.CapacityRow(base=np.array([b]), weights=w, kv=c, cap=0.5) for b, w, c in values]
         price_w, price_c = rng.uniform(0.1, 3, size=2)
         limits = Limits(weights_host=(0.0, 1.0), kv_host=(0.0, 1.0))
-        found = paper_grid.least_shares(rows, limits, lambda w, c, a=price_w, b=price_c: a * w + b * c)
+        result = paper_grid.least_shares(rows, limits, lambda w, c, a=price_w, b=price_c: a * w + b * c)
         exact = linprog([price_w, price_c], A_ub=values[:, 1:], b_ub=0.5 - values[:, 0], bounds=[(0, 1), (0, 1)])
-        assert bool(found.feasible[0]) == exact.success
+        assert bool(result.feasible[0]) == exact.success
         if exact.success:
-            w_c, c_c = found.weights_host[0], found.kv_host[0]
+            w_c, c_c = result.weights_host[0], result.kv_host[0]
             assert price_w * w_c + price_c * c_c == pytest.approx(exact.fun, abs=1e-7)
             between += 1e-6 < w_c < 1 - 1e-6 and 1e-6 < c_c < 1 - 1e-6
     assert between > 4
@@ -151,11 +151,11 @@ def test_any_three_rows_are_solved_as_by_highs() -> None:
 def test_the_closed_form_is_the_solvers_answer_on_the_published_machine() -> None:
     x = paper.setting_of(l4(), MIXTRAL, work(77, 32), weight_dtype=FLOAT16, kv_dtype=FLOAT16)
     for g, nb in ((1, 1), (36, 14), (324, 14), (324, 15), (292, 16), (68, 70), (700, 2)):
-        found = paper_grid.solve_cells(x, Limits(), np.array([g]), np.array([nb]))
+        result = paper_grid.solve_cells(x, Limits(), np.array([g]), np.array([nb]))
         expected = solver_link_s(x, Limits(), g, nb)
-        assert bool(found.feasible[0]) == (expected is not None)
+        assert bool(result.feasible[0]) == (expected is not None)
         if expected is not None:
-            link_s = paper.expert_layer_bytes(x) * found.weights_host[0] / x.link_bandwidth
+            link_s = paper.expert_layer_bytes(x) * result.weights_host[0] / x.link_bandwidth
             assert link_s == pytest.approx(expected, rel=1e-6)
 
 
@@ -172,8 +172,8 @@ def enumerate_grid(x: PaperSetting, limits: Limits) -> tuple[float, int, int] | 
     """The least T / N and its cell, the last of equals, by pricing every cell of every micro-batch size that fits."""
     best: tuple[float, int, int] | None = None
     for g in grid():
-        most = next(nb for nb in count(1) if not fits(x, limits, g, np.array([nb * 64]))) * 64
-        counts = np.arange(1, most + 1)
+        maximum = next(nb for nb in count(1) if not fits(x, limits, g, np.array([nb * 64]))) * 64
+        counts = np.arange(1, maximum + 1)
         counts = counts[fits(x, limits, g, counts)]
         if not len(counts):
             return best
@@ -230,10 +230,10 @@ def test_the_search_equals_enumeration(
     model = small_model((True,) * layers)
     x = paper.setting_of(hardware, model, work(prompt_len, gen_len), weight_dtype=FLOAT16, kv_dtype=FLOAT16)
     limits = Limits(gpu_attention=gpu_attention, kv_host=(0.0, 1.0) if gpu_attention else (1.0, 1.0))
-    expected, found = enumerate_grid(x, limits), paper_grid.best_cell(x, limits)
-    if expected is None or found is None:
-        assert expected is found
+    expected, result = enumerate_grid(x, limits), paper_grid.best_cell(x, limits)
+    if expected is None or result is None:
+        assert expected is result
         return
-    each_s = paper.decode_time(x, found).layer_s / found.batch_size
+    each_s = paper.decode_time(x, result).layer_s / result.batch_size
     assert each_s == pytest.approx(expected[0], rel=1e-11)
-    assert (found.micro_batch_size, found.num_micro_batches) == expected[1:]
+    assert (result.micro_batch_size, result.num_micro_batches) == expected[1:]

@@ -60,8 +60,8 @@ def test_what_is_said_to_fit_does(seed: int) -> None:
         index = np.array([draw.randrange(len(look.computed)) for _ in range(6)])
         some = look.at(index)
         spilled = np.array([draw.choice([0.0, draw.randint(0, problem.pages)]) for _ in index])
-        most = np.array([draw.choice([np.inf, draw.randint(0, problem.pages)]) for _ in index])
-        some = replace(some, resident=most, spilled=spilled)
+        maximum = np.array([draw.choice([np.inf, draw.randint(0, problem.pages)]) for _ in index])
+        some = replace(some, resident=maximum, spilled=spilled)
         placed, feasible = fill(problem, some)
         for fitting in np.flatnonzero(feasible):
             policy = policy_at(problem, some, placed, int(fitting))
@@ -172,7 +172,7 @@ def test_a_free_share_of_the_cache_fits_where_any_share_does(seed: int) -> None:
 def test_an_odd_slot_beside_the_ring_spares_the_cpu_a_page() -> None:
     """Of 27 slots, 26 are a ring for 13 pages of each of five layers; a page more stays in the last one."""
     problem, _ = question(203388)
-    (variant, *_) = (each for each in variants(problem) if each.ffn_device == "split")
+    (variant, *_) = (variant for variant in variants(problem) if variant.ffn_device == "split")
     some = first_sample(problem, variant).at(np.zeros(60, dtype=np.int64))
     spared = np.arange(60.0) * free_memory(problem, some).slot_bytes
     free = replace(free_memory(problem, some), device=spared, host=np.full(60, 1e15))

@@ -53,8 +53,10 @@ def test_the_most_gpus_and_the_most_requests_are_planned_for_or_refused() -> Non
     model, work = load_model_profile("mixtral"), load_workload("mtbench")
     plan = make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12), count=4096), model, work, name="m", cache=False)
     assert plan.estimate.tokens_per_s > 0
-    most = Workload(num_requests=MOST_REQUESTS, prompt_len=77, max_prompt_len=418, gen_len=64)
-    assert make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, most, name="m", cache=False).policy.kv_tokens > 0
+    maximum = Workload(num_requests=MOST_REQUESTS, prompt_len=77, max_prompt_len=418, gen_len=64)
+    assert (
+        make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, maximum, name="m", cache=False).policy.kv_tokens > 0
+    )
     far = Workload(num_requests=MOST_REQUESTS, prompt_len=1 << 24, max_prompt_len=1 << 24, gen_len=1 << 24)
     with pytest.raises(UserError, match="more than can be planned for"):
         make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, far, name="m", cache=False)

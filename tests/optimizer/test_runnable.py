@@ -79,11 +79,11 @@ def test_the_table_the_json_and_the_file_say_so(tmp_path: Path) -> None:
     asked = ("optimize", "--hw", "2xt4", "--model", "demo", *ASKED, "--fix", "ffn=gpu", "--weight-dtype", "int8")
     done = moelight_inside(*asked, "-o", path)
     assert done.returncode == 0
-    said = " ".join(done.stdout.split())
-    assert "cannot be run yet: it is for 2 GPUs, and the engine uses one" in said
-    assert "experts in int8 (weight_dtype) need a checkpoint that stores them so: moelight convert demo OUT" in said
-    found = json.loads(moelight_inside(*asked, "--json").stdout)
-    assert found["runs"] is False and len(found["why_not"]) == 2 and found["policy"]["gpus"] == 2
+    message = " ".join(done.stdout.split())
+    assert "cannot be run yet: it is for 2 GPUs, and the engine uses one" in message
+    assert "experts in int8 (weight_dtype) need a checkpoint that stores them so: moelight convert demo OUT" in message
+    result = json.loads(moelight_inside(*asked, "--json").stdout)
+    assert result["runs"] is False and len(result["why_not"]) == 2 and result["policy"]["gpus"] == 2
     assert load_policy(path).gpus == 2 and yaml.safe_load(path.read_text())["gpus"] == 2
     comments = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
     assert "It cannot be run yet: it is for 2 GPUs" in comments and "Run it" not in comments
@@ -125,8 +125,8 @@ def test_one_of_several_gpus_can_be_asked_for(tmp_path: Path) -> None:
     one, asked = (optimize("2xt4", model, WORK, fix={"ffn": "gpu", "gpus": count}, cache=False) for count in (1, 2))
     assert (one.runs, one.policy.gpus, asked.policy.gpus) == (True, 1, 2)
     assert one.use_of("device").capacity_bytes * 2 == asked.use_of("device").capacity_bytes
-    for machine, there in (("2xt4", 2), ("t4", 1), ("cpu-avx2", 0)):
-        with pytest.raises(ConfigError, match=f"gpus=4: the machine {machine} has {there}"):
+    for machine, present in (("2xt4", 2), ("t4", 1), ("cpu-avx2", 0)):
+        with pytest.raises(ConfigError, match=f"gpus=4: the machine {machine} has {present}"):
             optimize(machine, model, WORK, fix={"gpus": 4})
 
 
@@ -134,9 +134,9 @@ def test_of_several_gpus_one_is_planned_for(tmp_path: Path) -> None:
     machine, path = two_gpus(tmp_path)
     unit = machine.processor("gpu")
     assert unit is not None and unit.count == 2
-    found = hardware_for(str(path), discrete=True)
-    one = found.processor("gpu")
-    assert one is not None and one == replace(unit, count=1) and found.tiers == machine.tiers
+    result = hardware_for(str(path), discrete=True)
+    one = result.processor("gpu")
+    assert one is not None and one == replace(unit, count=1) and result.tiers == machine.tiers
     source = open_checkpoint("demo")
 
     def planned(hw: str) -> float:
@@ -154,5 +154,5 @@ def test_of_several_gpus_one_is_planned_for(tmp_path: Path) -> None:
         return plan.estimate.tokens_per_s
 
     alone = tmp_path / "one.yaml"
-    alone.write_text(hardware_profile_text(replace(found, name="one")))
+    alone.write_text(hardware_profile_text(replace(result, name="one")))
     assert planned(str(path)) == planned(str(alone))

@@ -41,12 +41,12 @@ def policy(**changed: object) -> Policy:
 
 
 def test_the_passes_carry_the_jobs_tokens() -> None:
-    found = SimulationSetup(policy(), OLMOE, T4, WORK).simulated_run("cgopipe")
-    assert [run.decode_tokens for run in found.decode] == [1000] * 3
-    assert [run.prompt_tokens for run in found.decode] == [0] * 3
-    assert found.with_prompts is not None and found.with_prompts.prompt_tokens > 1000
-    assert len(found.timelines) == 4
-    tasks = [span.task for span in found.steady.timeline.spans]
+    result = SimulationSetup(policy(), OLMOE, T4, WORK).simulated_run("cgopipe")
+    assert [run.decode_tokens for run in result.decode] == [1000] * 3
+    assert [run.prompt_tokens for run in result.decode] == [0] * 3
+    assert result.with_prompts is not None and result.with_prompts.prompt_tokens > 1000
+    assert len(result.timelines) == 4
+    tasks = [span.task for span in result.steady.timeline.spans]
     assert sum(task.kind is TaskKind.SAMPLE for task in tasks) == 8
     assert {task.layer for task in tasks if task.kind is TaskKind.POST_ATTENTION} == set(range(16))
 
@@ -64,8 +64,8 @@ def test_launches_hide_behind_the_link(card: str, device: float, disk: float, mo
 
     with_launches, speeds_of = pass_s(), simulation.speeds_of
 
-    def without(*given: Any) -> Speeds:
-        speeds = speeds_of(*given)
+    def without(*inputs: Any) -> Speeds:
+        speeds = speeds_of(*inputs)
         assert speeds.gpu.launch_s > 0
         return replace(speeds, gpu=replace(speeds.gpu, launch_s=0.0))
 
@@ -87,10 +87,10 @@ def test_a_micro_batch_more_costs_its_own_tasks_only() -> None:
 
         sys.setprofile(count)
         try:
-            found = stage.simulated_run("cgopipe", passes=1)
+            result = stage.simulated_run("cgopipe", passes=1)
         finally:
             sys.setprofile(None)
-        return calls, sum(len(timeline.spans) for timeline in found.timelines)
+        return calls, sum(len(timeline.spans) for timeline in result.timelines)
 
     (few, tasks), (many, more) = work(4), work(16)
     assert (many - few) / (more - tasks) < 180
@@ -105,19 +105,19 @@ def test_what_would_take_too_long_is_refused_before_it_is_built(batch_size: int,
 
 
 def test_passes_follow_one_another_on_one_clock() -> None:
-    found = SimulationSetup(policy(), OLMOE, T4, WORK).simulated_run("cgopipe", passes=4)
-    ends = [timeline.end_s for timeline in found.timelines]
-    assert ends == sorted(ends) and found.timelines[0].start_s == 0
-    runs = [found.with_prompts, *found.decode]
+    result = SimulationSetup(policy(), OLMOE, T4, WORK).simulated_run("cgopipe", passes=4)
+    ends = [timeline.end_s for timeline in result.timelines]
+    assert ends == sorted(ends) and result.timelines[0].start_s == 0
+    runs = [result.with_prompts, *result.decode]
     assert sum(run.seconds for run in runs if run is not None) == pytest.approx(ends[-1])
-    assert found.decode[-1].seconds == pytest.approx(found.decode[-2].seconds, rel=1e-6)
+    assert result.decode[-1].seconds == pytest.approx(result.decode[-2].seconds, rel=1e-6)
 
 
 def test_a_job_without_prompts_of_its_own_has_decode_passes_only() -> None:
     work = Workload(num_requests=10, prompt_len=1, max_prompt_len=1, gen_len=4)
-    found = SimulationSetup(policy(), OLMOE, T4, work).simulated_run("cgopipe")
-    assert found.steady.decode_tokens == 10
-    assert found.with_prompts is None or found.with_prompts.prompt_tokens <= 10
+    result = SimulationSetup(policy(), OLMOE, T4, work).simulated_run("cgopipe")
+    assert result.steady.decode_tokens == 10
+    assert result.with_prompts is None or result.with_prompts.prompt_tokens <= 10
 
 
 @examples(15)
@@ -142,13 +142,13 @@ def test_no_pass_is_shorter_than_its_busiest_lane(
         with pytest.raises(ConfigError, match=schedule):
             stage.simulated_run(schedule)
         return
-    found = stage.simulated_run(schedule)
-    for run in (found.with_prompts, *found.decode):
+    result = stage.simulated_run(schedule)
+    for run in (result.with_prompts, *result.decode):
         assert run is not None
         assert 0 <= run.idle_share < 1
-    assert max(found.steady.busy_s.values()) <= found.steady.seconds * (1 + 1e-6)
-    assert found.steady.lane_bytes == stage.lane_bytes(schedule)
-    assert found.tokens_per_s > 0
+    assert max(result.steady.busy_s.values()) <= result.steady.seconds * (1 + 1e-6)
+    assert result.steady.lane_bytes == stage.lane_bytes(schedule)
+    assert result.tokens_per_s > 0
 
 
 def test_where_no_gpu_takes_part_only_the_orders_without_a_link_exist() -> None:
@@ -156,9 +156,9 @@ def test_where_no_gpu_takes_part_only_the_orders_without_a_link_exist() -> None:
     assert set(stage.schedules()) == set(SCHEDULES) - {"flexgen-c"}
     assert stage.roofs().keys() <= {"disk"}
     for name in stage.schedules():
-        found = stage.simulated_run(name)
-        assert set(found.steady.busy_s) == {Lane.CPU}
-        assert found.steady.idle_share == pytest.approx(0.0, abs=1e-6)
+        result = stage.simulated_run(name)
+        assert set(result.steady.busy_s) == {Lane.CPU}
+        assert result.steady.idle_share == pytest.approx(0.0, abs=1e-6)
 
 
 def test_roofs_are_of_the_links_that_are_there() -> None:
@@ -168,8 +168,8 @@ def test_roofs_are_of_the_links_that_are_there() -> None:
 
 
 def test_layers_begin_in_order() -> None:
-    found = SimulationSetup(policy(), OLMOE, T4, WORK).simulated_run("cgopipe")
-    starts = layer_starts(found.steady.timeline)
+    result = SimulationSetup(policy(), OLMOE, T4, WORK).simulated_run("cgopipe")
+    starts = layer_starts(result.steady.timeline)
     assert list(starts) == list(range(16))
     assert list(starts.values()) == sorted(starts.values())
 
@@ -182,11 +182,11 @@ def test_a_small_ring_waits_as_the_ledger_says(batch_size: int, ring_pages: int)
     chosen = policy(schedule="module", ffn_device="cpu", weights=Shares(host=0.1, disk=0.9), **sizes)
     small = SimulationSetup(replace(chosen, ring_pages=ring_pages), OLMOE, laptop, WORK)
     assert small.schedules() == ("module",)
-    whole = SimulationSetup(chosen, OLMOE, laptop, WORK).simulated_run("module", passes=2)
-    found = small.simulated_run("module", passes=2)
-    assert found.estimate.pass_s <= found.steady.seconds <= 1.02 * found.estimate.pass_s
-    assert found.steady.seconds >= 0.99 * whole.steady.seconds
-    assert found.steady.lane_bytes == whole.steady.lane_bytes
+    full = SimulationSetup(chosen, OLMOE, laptop, WORK).simulated_run("module", passes=2)
+    result = small.simulated_run("module", passes=2)
+    assert result.estimate.pass_s <= result.steady.seconds <= 1.02 * result.estimate.pass_s
+    assert result.steady.seconds >= 0.99 * full.steady.seconds
+    assert result.steady.lane_bytes == full.steady.lane_bytes
 
 
 @examples(5)
@@ -195,5 +195,5 @@ def test_no_small_ring_beside_a_gpu_is_faster_than_its_estimate(ring_pages: int,
     shares = Shares(device=device, host=1 - device - disk, disk=disk)
     sizes = {"batch_size": 100, "micro_batch_size": 50, "kv_tokens": 40_000}
     chosen = policy(schedule="module", weights=shares, ring_pages=ring_pages, **sizes)
-    found = SimulationSetup(chosen, OLMOE, T4, WORK).simulated_run("module", passes=2)
-    assert found.steady.seconds >= found.estimate.pass_s * (1 - 1e-6)
+    result = SimulationSetup(chosen, OLMOE, T4, WORK).simulated_run("module", passes=2)
+    assert result.steady.seconds >= result.estimate.pass_s * (1 - 1e-6)

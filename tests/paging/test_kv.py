@@ -68,9 +68,9 @@ def test_the_share_on_the_device_is_as_exact_as_whole_blocks_allow(
         held += taken
         assert abs(there(pool, held) - share * len(held)) <= 0.5 + 1e-9
         assert abs(there(pool, taken) - share * count) < 1
-        mine = there(pool, taken) / count
+        selected = there(pool, taken) / count
         for position in range(count):
-            assert abs(there(pool, taken[: position + 1]) - mine * (position + 1)) <= 0.5 + 1e-9
+            assert abs(there(pool, taken[: position + 1]) - selected * (position + 1)) <= 0.5 + 1e-9
 
 
 @examples(100)
@@ -86,8 +86,8 @@ def test_the_share_lasts_as_sequences_come_and_go(on_device: int, steps: list[tu
             pool.release(owned.pop(n % len(owned)))
         elif n <= pool.free:
             on_host, on_its_side = (
-                pool.host_blocks - sum(len(each) - there(pool, each) for each in owned),
-                on_device - sum(there(pool, each) for each in owned),
+                pool.host_blocks - sum(len(item) - there(pool, item) for item in owned),
+                on_device - sum(there(pool, item) for item in owned),
             )
             owned.append(pool.take(n))
             share = n * on_device / 60
@@ -133,7 +133,7 @@ def test_a_block_is_free_when_the_last_gives_it_back_and_found_until_it_is_taken
             taken = pool.take(n % 5)
             owned.append(taken)
             for block in taken:
-                assert names.pop(block, None) is None or block not in {each for many in owned[:-1] for each in many}
+                assert names.pop(block, None) is None or block not in {item for many in owned[:-1] for item in many}
                 key = bytes((number, block))
                 if block % 3:
                     assert pool.name(block, key)
@@ -229,7 +229,7 @@ def test_codes_and_scales_of_an_int8_cache_share_no_byte(paged: bool) -> None:
         assert {part.shape for part in scales} == {(blocks, heads, size)}
     else:
         rows = token_cache(arena, [spec] * 3, slots=blocks * size, dtype=INT8)
-        codes, scales = [each.values for each in rows], [require(each.scales) for each in rows]
+        codes, scales = [row.values for row in rows], [require(row.scales) for row in rows]
         assert {part.shape for part in codes} == {(blocks * size, 2, heads, spec.head_dim)}
         assert {part.shape for part in scales} == {(blocks * size, 2, heads)}
     for number, (code, scale) in enumerate(zip(codes, scales, strict=True), start=1):

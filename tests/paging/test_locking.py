@@ -152,6 +152,6 @@ def test_a_real_device_knows_what_is_locked() -> None:
     region = arena.page_locked(64 * MIB, device)
     assert region.is_pinned() or not arena.locks_in_place(device.type)
     region.copy_(torch.arange(64 * MIB, dtype=torch.int32).to(torch.uint8))
-    there = region.to(device, non_blocking=True)
+    present = region.to(device, non_blocking=True)
     torch.accelerator.synchronize()
-    assert torch.equal(there.cpu(), region)
+    assert torch.equal(present.cpu(), region)

@@ -38,16 +38,16 @@ def near(
     return ResidencyManager(policy, MODEL, resident=EVERYONE[:resident], learns=learns, profile=profile)
 
 
-def places(found: ResidencyManager) -> list[int]:
-    return sorted(found.table[found.table >= 0].tolist())
+def places(result: ResidencyManager) -> list[int]:
+    return sorted(result.table[result.table >= 0].tolist())
 
 
 def test_at_first_those_are_near_that_the_plan_placed_there() -> None:
-    found = near()
-    assert found.pages() == set(EVERYONE[:6])
-    assert places(found) == list(range(6))
-    assert found.table.shape == (5, EXPERTS)
-    assert (found.table[[0, 3]] < 0).all()
+    result = near()
+    assert result.pages() == set(EVERYONE[:6])
+    assert places(result) == list(range(6))
+    assert result.table.shape == (5, EXPERTS)
+    assert (result.table[[0, 3]] < 0).all()
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "entropy"])
@@ -55,8 +55,8 @@ def test_at_first_those_are_near_that_the_plan_placed_there() -> None:
 def test_every_place_is_taken_whatever_the_budgets_of_layers_are(allocation: str, resident: int) -> None:
     """The plan may have placed more in one layer than its budget is."""
     rules = PerLayerRules(allocation=allocation, min_capacity=1)
-    found = near(resident=resident, per_layer=rules)
-    assert places(found) == list(range(resident))
+    result = near(resident=resident, per_layer=rules)
+    assert places(result) == list(range(resident))
     by_layer = ResidencyManager(
         ExpertPolicy(name="mine", cache=CacheRules(capacity=Capacity(value=3)), per_layer=rules),
         MODEL,
@@ -66,22 +66,22 @@ def test_every_place_is_taken_whatever_the_budgets_of_layers_are(allocation: str
 
 
 def test_who_only_counts_moves_nobody() -> None:
-    found = near(learns=False, prefetch=PrefetchRules(strategy="previous"))
-    version, before = found.version, found.pages()
+    result = near(learns=False, prefetch=PrefetchRules(strategy="previous"))
+    version, before = result.version, result.pages()
     for layer in LAYERS:
-        chosen = found.choose(layer, np.array([[4, 5]]), np.array([[0.5, 0.5]]))
+        chosen = result.choose(layer, np.array([[4, 5]]), np.array([[0.5, 0.5]]))
         assert (chosen.slots == -1).all()
-    assert (found.version, found.pages(), found.ahead) == (version, before, False)
-    assert found.profile().counts.sum() == 6
+    assert (result.version, result.pages(), result.ahead) == (version, before, False)
+    assert result.profile().counts.sum() == 6
 
 
 def test_passes_of_whole_layers_count_and_move_nobody() -> None:
-    found = near()
-    version = found.version
-    found.note(4, np.array([[1, 2], [1, 5]]), np.full((2, 2), 0.5))
-    assert found.version == version
-    assert found.profile().counts[2].tolist() == [0, 2, 1, 0, 0, 1]
-    assert [each["layer"] for each in found.stats()["layers"]] == list(LAYERS)
+    result = near()
+    version = result.version
+    result.note(4, np.array([[1, 2], [1, 5]]), np.full((2, 2), 0.5))
+    assert result.version == version
+    assert result.profile().counts[2].tolist() == [0, 2, 1, 0, 0, 1]
+    assert [stat["layer"] for stat in result.stats()["layers"]] == list(LAYERS)
 
 
 def test_a_profile_says_who_is_near_first() -> None:
@@ -93,40 +93,40 @@ def test_a_profile_says_who_is_near_first() -> None:
 
 def test_guesses_and_hints_name_layers_of_the_model() -> None:
     """Routers that chose as clearly before and were right are believed; who is near already is not fetched."""
-    found = near(prefetch=PrefetchRules(strategy="next_router", budget=2))
-    assert (found.ahead, found.predicts_experts) == (True, True)
+    result = near(prefetch=PrefetchRules(strategy="next_router", budget=2))
+    assert (result.ahead, result.predicts_experts) == (True, True)
     weights = np.array([[0.8, 0.2]])
     for _ in range(7):
-        found.hint(4, np.array([[0, 1]]), weights)
-        assert found.prediction(4).tolist() == []
-        found.choose(4, np.array([[0, 1]]), weights)
-    found.hint(4, np.array([[3, 0]]), weights)
-    assert found.prediction(2).tolist() == []
-    assert found.prediction(4).tolist() == [3]
+        result.hint(4, np.array([[0, 1]]), weights)
+        assert result.prediction(4).tolist() == []
+        result.choose(4, np.array([[0, 1]]), weights)
+    result.hint(4, np.array([[3, 0]]), weights)
+    assert result.prediction(2).tolist() == []
+    assert result.prediction(4).tolist() == [3]
 
 
 def test_those_that_are_computed_where_they_lie_are_counted_and_do_not_come() -> None:
-    found = near()
-    chosen = found.choose(1, np.array([[0, 4], [4, 5]]), np.full((2, 2), 0.5), leave=frozenset((4,)))
+    result = near()
+    chosen = result.choose(1, np.array([[0, 4], [4, 5]]), np.full((2, 2), 0.5), leave=frozenset((4,)))
     assert chosen.hits.tolist() == [0]
     assert (chosen.misses.tolist(), chosen.kept_out.tolist()) == ([5], [4])
-    assert found.table[1, 4] < 0 <= found.table[1, 5]
-    assert found.profile().counts[0].tolist() == [1, 0, 0, 0, 2, 1]
+    assert result.table[1, 4] < 0 <= result.table[1, 5]
+    assert result.profile().counts[0].tolist() == [1, 0, 0, 0, 2, 1]
 
 
 def test_what_is_left_to_the_cpu_is_part_of_the_one_visit() -> None:
     """Rules, predictors and their quality meet each choice once, whole."""
-    found = near(prefetch=PrefetchRules(strategy="previous", budget=6), monitor=MonitorRules())
+    result = near(prefetch=PrefetchRules(strategy="previous", budget=6), monitor=MonitorRules())
     chosen = np.array([[3, 4], [3, 5]])
-    found.choose(2, chosen, np.array([[0.75, 0.25], [0.5, 0.5]]), leave=frozenset((3, 4)))
-    predictor = found.residency.cache.predictor
+    result.choose(2, chosen, np.array([[0.75, 0.25], [0.5, 0.5]]), leave=frozenset((3, 4)))
+    predictor = result.residency.cache.predictor
     assert predictor.predictor.predict(1, 6).tolist() == [3, 5, 4]
     assert predictor.quality.used == 3
     predictor.quality.predicted(1, np.array([3, 4, 5]))
-    found.choose(2, chosen, np.full((2, 2), 0.5), leave=frozenset((3, 4)))
+    result.choose(2, chosen, np.full((2, 2), 0.5), leave=frozenset((3, 4)))
     assert (predictor.quality.useful, predictor.quality.unused) == (3, 0)
-    assert found.residency.monitor is not None
-    assert found.residency.monitor.accesses == 6
+    assert result.residency.monitor is not None
+    assert result.residency.monitor.accesses == 6
 
 
 @examples(60)
@@ -134,7 +134,7 @@ def test_what_is_left_to_the_cpu_is_part_of_the_one_visit() -> None:
     batches=st.lists(
         st.tuples(st.sampled_from(LAYERS), st.lists(st.integers(0, 5), min_size=1, max_size=5)), max_size=30
     ),
-    eviction=st.sampled_from([*((each,) for each in EVICTIONS), FALLBACK]),
+    eviction=st.sampled_from([*((item,) for item in EVICTIONS), FALLBACK]),
     resident=st.integers(1, 17),
     budgets=st.booleans(),
 )
@@ -143,23 +143,23 @@ def test_the_table_is_who_came_less_who_left(
 ) -> None:
     """Leased ones stay; a place has one expert; the version changes whenever the table does."""
     more = {"per_layer": PerLayerRules(allocation="uniform", min_capacity=1)} if budgets and resident > 2 else {}
-    found = near(resident=resident, eviction=eviction, **more)
+    result = near(resident=resident, eviction=eviction, **more)
     held: tuple[int, np.ndarray] | None = None
     for layer, ids in batches:
-        before, version = found.table.copy(), found.version
-        chosen = found.choose(layer, np.array(ids)[:, None], np.full((len(ids), 1), 0.5))
+        before, version = result.table.copy(), result.version
+        chosen = result.choose(layer, np.array(ids)[:, None], np.full((len(ids), 1), 0.5))
         for expert, slot in zip(chosen.hits.tolist(), chosen.hit_slots.tolist(), strict=True):
-            assert before[layer, expert] == slot == found.table[layer, expert]
+            assert before[layer, expert] == slot == result.table[layer, expert]
         for expert, slot in zip(chosen.misses.tolist(), chosen.slots.tolist(), strict=True):
             assert before[layer, expert] < 0
-            assert found.table[layer, expert] == slot
+            assert result.table[layer, expert] == slot
         assert set(chosen.hits.tolist()) | set(chosen.misses.tolist()) == set(ids)
-        assert (found.version == version) == np.array_equal(before, found.table)
-        assert len(set(places(found))) == len(places(found)) <= resident
-        assert not places(found) or places(found)[-1] < resident
+        assert (result.version == version) == np.array_equal(before, result.table)
+        assert len(set(places(result))) == len(places(result)) <= resident
+        assert not places(result) or places(result)[-1] < resident
         if held is not None:
-            assert np.array_equal(before[held[0], held[1]], found.table[held[0], held[1]])
-            found.release(*held)
+            assert np.array_equal(before[held[0], held[1]], result.table[held[0], held[1]])
+            result.release(*held)
         stays = np.concatenate([chosen.hits, chosen.misses[chosen.slots >= 0]])
-        found.lease(layer, stays)
+        result.lease(layer, stays)
         held = layer, stays

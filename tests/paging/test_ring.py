@@ -92,7 +92,7 @@ class World:
         self.reading: list[tuple[Page, Tensor]] = []  # what experts read until the next layer has chosen
 
     def guessed(self, layer: int) -> np.ndarray:
-        return np.array([each for each in self.prediction if self.experts.table[layer, each] < 0], dtype=np.int64)
+        return np.array([item for item in self.prediction if self.experts.table[layer, item] < 0], dtype=np.int64)
 
     def start(self, page: Page, into: Tensor, begin: int) -> Read:
         assert begin == 0
@@ -112,7 +112,7 @@ class World:
 
     def choose(self, small: OnDemandPass, layer: int, *chosen: int) -> Any:
         """One layer as the lanes run it: routers, fetch, experts; what these find is checked."""
-        ids = torch.tensor([[each] for each in chosen], dtype=torch.int32)
+        ids = torch.tensor([[item] for item in chosen], dtype=torch.int32)
         self.batch.chosen = HostCopy(ids, torch.ones(len(chosen), 1))
         self.reading = []
         outcome = small.fetch(Task(kind=TaskKind.READ_EXPERTS, lane=Lane.DISK, layer=layer))
@@ -122,13 +122,13 @@ class World:
         if isinstance(outcome, MovedBytes) and outcome.rest is not None:
             outcome.rest.wait()
         self.check(experts, layer, sorted(set(chosen)))
-        self.reading = [(Page(layer=layer, expert=each), experts[each][0]) for each in set(chosen)]
+        self.reading = [(Page(layer=layer, expert=item), experts[item][0]) for item in set(chosen)]
         return outcome
 
-    def check(self, found: Any, layer: int, experts: list[int]) -> None:
+    def check(self, result: Any, layer: int, experts: list[int]) -> None:
         for expert in experts:
             page = Page(layer=layer, expert=expert)
-            assert found[expert][0].eq(mark(page)).all(), f"{page.name} is {found[expert][0].tolist()}"
+            assert result[expert][0].eq(mark(page)).all(), f"{page.name} is {result[expert][0].tolist()}"
 
     def ahead(self, small: OnDemandPass, layer: int, *prediction: int) -> Any:
         self.prediction = list(prediction)
@@ -212,8 +212,8 @@ def test_pages_of_a_pass_of_whole_layers_are_used_where_they_lie() -> None:
     """Those that it fetched ahead for the next one, and those that it used last."""
     world = World()
     ahead, used = Page(layer=0, expert=far(world, 0)[0]), Page(layer=2, expert=far(world, 2)[-1])
-    for place, page in ((1, ahead), (3, used)):
-        world.store.ring[place].page.fill_(mark(page))
+    for position, page in ((1, ahead), (3, used)):
+        world.store.ring[position].page.fill_(mark(page))
     small = world.begin({ahead: 1}, {used: 3})
     world.ahead(small, 0, ahead.expert)
     assert world.choose(small, 0, ahead.expert) is SKIPPED
@@ -283,22 +283,22 @@ def test_whatever_is_chosen_every_expert_finds_its_page(
             offloaded_pages = [page for page in EVERYONE if world.experts.table[page.layer, page.expert] < 0]
             first = [page for page in offloaded_pages if page.layer == 0]
             places = dict(zip([*first, *(page for page in offloaded_pages if page.layer)], range(ring), strict=False))
-            for page, place in places.items():
-                world.store.ring[place].page.fill_(mark(page))
+            for page, position in places.items():
+                world.store.ring[position].page.fill_(mark(page))
             prefetched = {page: places[page] for page in first if page in places and number % 2}
-            left = {page: place for page, place in places.items() if page not in prefetched}
+            left = {page: position for page, position in places.items() if page not in prefetched}
             after_whole, world.reading = True, []
             continue
         small = world.begin(prefetched if after_whole else {}, left if after_whole else None)
         after_whole, prefetched, left = False, {}, {}
         for layer in range(LAYERS):
             world.torn = set()
-            world.choose(small, layer, *((each + layer * number) % EXPERTS for each in chosen))
+            world.choose(small, layer, *((item + layer * number) % EXPERTS for item in chosen))
             _no_place_is_lost(world)
             if layer + 1 < LAYERS:
                 coming = (layer + 1) * number
-                mine = {Page(layer=layer + 1, expert=(each + coming) % EXPERTS) for each in chosen}
-                world.torn = {page for page in EVERYONE if number == 3 and page not in mine}
+                selected = {Page(layer=layer + 1, expert=(item + coming) % EXPERTS) for item in chosen}
+                world.torn = {page for page in EVERYONE if number == 3 and page not in selected}
                 world.ahead(small, layer + 1, *data.draw(some))
                 for read in world.reads[-data.draw(st.integers(0, 2)) :]:
                     if not read.fails:

@@ -103,11 +103,11 @@ def test_a_part_of_a_page_at_home_is_found_where_the_page_has_it() -> None:
     store, placement, _ = open_store(model, small_policy(model, discrete=True, host=4), part_bytes=4096)
     store.load(lambda page, slot, begin: (None, slot.copy_(torch.arange(slot.numel()) % 251))[0])
     (page, *_), size = placement.on("host"), costs.page_bytes(model, FLOAT32)
-    whole = torch.arange(size).remainder(251).to(torch.uint8)
-    found = [store.offloaded_tier(replace(page, part=part)) for part in range(3)]
-    assert torch.equal(torch.cat(found), whole)
+    full = torch.arange(size).remainder(251).to(torch.uint8)
+    result = [store.offloaded_tier(replace(page, part=part)) for part in range(3)]
+    assert torch.equal(torch.cat(result), full)
     assert [store.begin(replace(page, part=part)) for part in range(3)] == [0, 4096, 8192]
-    for part, piece in enumerate(found):
+    for part, piece in enumerate(result):
         assert store.slot(Buffer(space="ring", index=3 + part), 0).numel() == piece.numel()
         assert store.slot(Buffer(space="pinned", index=part), 3).numel() == piece.numel()
 
@@ -208,7 +208,7 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
     for _ in range(data.draw(st.integers(0, 6)) if before.streamed else 0):
         far = [page for page in before.tiers if page not in resident]
         gone, come = (
-            (data.draw(st.sampled_from(each)) for each in (sorted(resident), far)) if resident else (None, None)
+            (data.draw(st.sampled_from(item)) for item in (sorted(resident), far)) if resident else (None, None)
         )
         if gone is None:
             break
@@ -225,8 +225,8 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
     for k, page in enumerate(after.streamed):
         fill(page, store.slot(Buffer(space="ring", index=k), position))
         last = k + 1 == len(after.streamed) or after.streamed[k + 1].layer != page.layer
-        found = store.weights_at(store.memory_of_experts(position)[page.layer]) if last else []
-        for expert, weights in enumerate(found):
+        result = store.weights_at(store.memory_of_experts(position)[page.layer]) if last else []
+        for expert, weights in enumerate(result):
             here = Page(layer=page.layer, expert=expert)
             assert (weights is None) == (here in after.computed)
             assert weights is None or all(part.eq(mark(here)).all() for part in weights)

@@ -156,22 +156,26 @@ def theirs(values: dict[str, Any], directory: Path) -> PreTrainedConfig | None:
         return None
 
 
-def assert_same_positions(ours: ModelProfile, known: PreTrainedConfig) -> None:
-    rope, attention = known.rope_parameters, ours.attention
+def assert_same_positions(ours: ModelProfile, known_names: PreTrainedConfig) -> None:
+    rope, attention = known_names.rope_parameters, ours.attention
     assert attention.rope_type == rope["rope_type"]
     scaled = rope["rope_type"] in ("linear", "yarn", "llama3")
     assert (attention.rope_scaling and attention.rope_scaling.factor) == (rope["factor"] if scaled else None)
-    if known.model_type != "dbrx":  # transformers does not look for the base where DBRX has it
+    if known_names.model_type != "dbrx":  # transformers does not look for the base where DBRX has it
         assert attention.rope_theta == rope["rope_theta"]
-    if known.model_type == "glm4_moe":  # the others turn whole heads whatever it says
+    if known_names.model_type == "glm4_moe":  # the others turn whole heads whatever it says
         assert attention.rotary_share == rope["partial_rotary_factor"]
 
 
-def assert_same_windows(ours: ModelProfile, known: PreTrainedConfig) -> None:
-    window = None if known.model_type not in (*WINDOWED, "qwen2_moe", "gpt_oss") else known.sliding_window or None
+def assert_same_windows(ours: ModelProfile, known_names: PreTrainedConfig) -> None:
+    window = (
+        None
+        if known_names.model_type not in (*WINDOWED, "qwen2_moe", "gpt_oss")
+        else known_names.sliding_window or None
+    )
     layers = [True] * LAYERS
-    if known.model_type in ("qwen2_moe", "gpt_oss"):
-        layers = [kind == "sliding_attention" for kind in known.layer_types]
+    if known_names.model_type in ("qwen2_moe", "gpt_oss"):
+        layers = [kind == "sliding_attention" for kind in known_names.layer_types]
     marked = ours.attention.window_layers or [True] * LAYERS
     assert [ours.attention.window if mark else None for mark in marked] == [window if mark else None for mark in layers]
 
@@ -193,15 +197,18 @@ def check_keys(name: str, family: str, tmp_path: Path) -> None:
         assert message.startswith("config.json: ") and "\n" not in message
         assert any(key in message for key in changes)
         return
-    known = theirs(values, tmp_path)
-    if known is None:
+    known_names = theirs(values, tmp_path)
+    if known_names is None:
         return
     ours = read(values)
-    assert_same_positions(ours, known)
-    assert_same_windows(ours, known)
-    assert ours.dtype == (str(known.dtype or FAMILIES[family].dtype)).removeprefix("torch.")
-    assert (ours.max_positions, ours.tie_embeddings) == (known.max_position_embeddings, known.tie_word_embeddings)
-    top_k = known.ffn_config.moe_top_k if family == "dbrx" else known.num_experts_per_tok
+    assert_same_positions(ours, known_names)
+    assert_same_windows(ours, known_names)
+    assert ours.dtype == (str(known_names.dtype or FAMILIES[family].dtype)).removeprefix("torch.")
+    assert (ours.max_positions, ours.tie_embeddings) == (
+        known_names.max_position_embeddings,
+        known_names.tie_word_embeddings,
+    )
+    top_k = known_names.ffn_config.moe_top_k if family == "dbrx" else known_names.num_experts_per_tok
     assert ours.router.top_k == top_k
     if name in SIZES and (family, name) not in BUILT_ONLY:
         try:
@@ -217,8 +224,8 @@ def test_two_names_of_one_key_of_dbrx_must_agree(usual: str) -> None:
     values = {"model_type": "dbrx", **CONFIGS["dbrx"], "max_seq_len": 77}
     with pytest.raises(ConfigError, match=f"{usual} {USUAL[usual]} and .* are two names of one thing and differ"):
         read({**values, usual: USUAL[usual]})
-    own = FAMILIES["dbrx"].keys[usual]
-    assert read({**values, usual: values[own]}) == read(values)
+    original = FAMILIES["dbrx"].keys[usual]
+    assert read({**values, usual: values[original]}) == read(values)
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
@@ -243,12 +250,12 @@ def test_no_command_takes_a_quantised_checkpoint_for_another(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n', encoding="utf-8")
     output = ["-o", str(tmp_path / "out.jsonl")] if command[0] == "generate" else []
-    given = [str(prompts) if word == "x" else word for word in command]
-    assert main([*given, str(tmp_path), *output]) == 2
-    said = capsys.readouterr().err.strip()
+    inputs = [str(prompts) if word == "x" else word for word in command]
+    assert main([*inputs, str(tmp_path), *output]) == 2
+    message = capsys.readouterr().err.strip()
     but = "by none of the methods read (gptq, awq, fp8, fbgemm_fp8, mxfp4, compressed-tensors)"
-    assert said.endswith(
+    assert message.endswith(
         f"quantization_config says that the weights are quantised 'bitsandbytes', {but}; "
         "use the checkpoint that is not quantised"
     )
-    assert "\n" not in said
+    assert "\n" not in message

@@ -18,8 +18,8 @@ def test_points_ends_and_the_middle_of_a_decade() -> None:
     assert [CURVE.at(x) for x in (1.0, 4.0, 64.0)] == pytest.approx([10, 40, 20])
     assert CURVE.at(0.01) == pytest.approx(10) and CURVE.at(1e9) == pytest.approx(20)
     assert CURVE.at(2.0) == pytest.approx(20) and CURVE.at(16.0) == pytest.approx(40 / 2**0.5)
-    found = CURVE.at(np.array([[1.0, 2.0], [4.0, 64.0]]))
-    assert found.shape == (2, 2) and found[0, 1] == pytest.approx(20)
+    result = CURVE.at(np.array([[1.0, 2.0], [4.0, 64.0]]))
+    assert result.shape == (2, 2) and result[0, 1] == pytest.approx(20)
 
 
 def test_between_sizes_of_weights() -> None:

@@ -65,17 +65,17 @@ def test_what_transformers_saves_is_what_was_meant(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
-    known = AutoConfig.for_model(family)
+    known_names = AutoConfig.for_model(family)
     width = FAMILIES[family].expert_width_key
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", width)
-    profile = read({"model_type": family, **{key: getattr(known, key) for key in needed}})
-    assert profile.experts.num_experts == known.num_local_experts
-    assert profile.router.top_k == known.num_experts_per_tok
-    assert profile.router.normalize == getattr(known, "norm_topk_prob", True)
-    assert profile.max_positions == known.max_position_embeddings
-    assert profile.norm_eps == known.rms_norm_eps
-    assert profile.tie_embeddings == known.tie_word_embeddings
-    assert profile.attention.rope_theta == known.rope_parameters["rope_theta"]
+    profile = read({"model_type": family, **{key: getattr(known_names, key) for key in needed}})
+    assert profile.experts.num_experts == known_names.num_local_experts
+    assert profile.router.top_k == known_names.num_experts_per_tok
+    assert profile.router.normalize == getattr(known_names, "norm_topk_prob", True)
+    assert profile.max_positions == known_names.max_position_embeddings
+    assert profile.norm_eps == known_names.rms_norm_eps
+    assert profile.tie_embeddings == known_names.tie_word_embeddings
+    assert profile.attention.rope_theta == known_names.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize("head_dim", [{"head_dim": None}, {}])

@@ -92,8 +92,8 @@ def test_every_field_of_a_profile_is_computed_or_in_the_table() -> None:
     parts = {"attention": AttentionSpec, "router": RouterSpec, "experts": ExpertSpec, "": ModelProfile}
     asked = {(parts[part], name) for cases in ASKED.values() for part, values in cases for name in values}
     for spec, computed in COMPUTED.items():
-        known = set(computed.split()) | {name for owner, name in asked if owner is spec}
-        assert {field.name for field in fields(spec)} == known
+        known_names = set(computed.split()) | {name for owner, name in asked if owner is spec}
+        assert {field.name for field in fields(spec)} == known_names
 
 
 @pytest.mark.parametrize(

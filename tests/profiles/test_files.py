@@ -99,11 +99,11 @@ def test_no_text_gets_past_the_reader_but_as_data_or_config_error(
 
 def test_own_profiles_come_before_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = find_profile("hardware", "t4")
-    own = tmp_path / "hardware_profiles"
-    own.mkdir()
-    (own / "t4.yaml").write_text("name: mine\n", encoding="utf-8")
+    original = tmp_path / "hardware_profiles"
+    original.mkdir()
+    (original / "t4.yaml").write_text("name: mine\n", encoding="utf-8")
     monkeypatch.setenv("MOELIGHT_PROFILES", str(tmp_path))
-    assert find_profile("hardware", "t4") == own / "t4.yaml" != shipped
+    assert find_profile("hardware", "t4") == original / "t4.yaml" != shipped
     assert find_profile("hardware", "l4") == shipped.parent / "l4.yaml"
 
 

@@ -93,57 +93,60 @@ def test_what_transformers_saves_is_what_was_released(family: str, tmp_path: Pat
 @pytest.mark.peer
 @pytest.mark.parametrize("family", [family for family in MODELS if family not in ("deepseek", "dbrx")])
 def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
-    known = AutoConfig.for_model(family)
+    known_names = AutoConfig.for_model(family)
     needed = {*NEEDED, FAMILIES[family].expert_width_key}
-    values = {key: getattr(known, key) for key in needed}
+    values = {key: getattr(known_names, key) for key in needed}
     if family == "deepseek_v2":
-        values["num_experts_per_tok"] = known.num_experts_per_tok = 6
+        values["num_experts_per_tok"] = known_names.num_experts_per_tok = 6
     if family == "glm4_moe":  # hidden size over heads, which transformers would take, is 42.7
         values["head_dim"] = 128
     model = read({"model_type": family, **values})
     router, experts, attention = model.router, model.experts, model.attention
-    count = known.num_experts if hasattr(known, "num_experts") else known.num_local_experts
-    assert (experts.num_experts, router.top_k) == (count, known.num_experts_per_tok)
-    assert router.normalize == getattr(known, "norm_topk_prob", family == "gpt_oss")
+    count = known_names.num_experts if hasattr(known_names, "num_experts") else known_names.num_local_experts
+    assert (experts.num_experts, router.top_k) == (count, known_names.num_experts_per_tok)
+    assert router.normalize == getattr(known_names, "norm_topk_prob", family == "gpt_oss")
     assert (router.groups, router.top_groups) == (
-        getattr(known, "n_group", None) or 1,
-        getattr(known, "topk_group", None) or 1,
+        getattr(known_names, "n_group", None) or 1,
+        getattr(known_names, "topk_group", None) or 1,
     )
-    assert router.scale == getattr(known, "routed_scaling_factor", 1.0)
-    shared = getattr(known, "n_shared_experts", 0) * getattr(known, "moe_intermediate_size", 0)
-    assert experts.shared_intermediate_size == getattr(known, "shared_expert_intermediate_size", shared)
-    assert experts.clamp == getattr(known, "swiglu_limit", None)
-    assert model.moe_layers.index(True) == getattr(known, "first_k_dense_replace", 0)
-    assert attention.num_kv_heads == known.num_key_value_heads
-    assert attention.qkv_bias == getattr(known, "qkv_bias", getattr(known, "attention_bias", None))
-    assert attention.window == (getattr(known, "sliding_window", None) or None)
-    windows = tuple(kind == "sliding_attention" for kind in getattr(known, "layer_types", ()))
+    assert router.scale == getattr(known_names, "routed_scaling_factor", 1.0)
+    shared = getattr(known_names, "n_shared_experts", 0) * getattr(known_names, "moe_intermediate_size", 0)
+    assert experts.shared_intermediate_size == getattr(known_names, "shared_expert_intermediate_size", shared)
+    assert experts.clamp == getattr(known_names, "swiglu_limit", None)
+    assert model.moe_layers.index(True) == getattr(known_names, "first_k_dense_replace", 0)
+    assert attention.num_kv_heads == known_names.num_key_value_heads
+    assert attention.qkv_bias == getattr(known_names, "qkv_bias", getattr(known_names, "attention_bias", None))
+    assert attention.window == (getattr(known_names, "sliding_window", None) or None)
+    windows = tuple(kind == "sliding_attention" for kind in getattr(known_names, "layer_types", ()))
     assert attention.window_layers == (windows if attention.window else ())
-    assert attention.rope_theta == known.rope_parameters["rope_theta"]
-    assert attention.rotary_share == known.rope_parameters.get("partial_rotary_factor", 1.0)
-    assert (model.max_positions, model.norm_eps) == (known.max_position_embeddings, known.rms_norm_eps)
-    assert model.head_bias == getattr(known, "lm_head_bias", False)
+    assert attention.rope_theta == known_names.rope_parameters["rope_theta"]
+    assert attention.rotary_share == known_names.rope_parameters.get("partial_rotary_factor", 1.0)
+    assert (model.max_positions, model.norm_eps) == (known_names.max_position_embeddings, known_names.rms_norm_eps)
+    assert model.head_bias == getattr(known_names, "lm_head_bias", False)
     if attention.latent:
         assert attention.latent == LatentSpec(
-            q_lora_rank=known.q_lora_rank,
-            kv_lora_rank=known.kv_lora_rank,
-            nope_head_dim=known.qk_nope_head_dim,
-            rope_head_dim=known.qk_rope_head_dim,
-            value_head_dim=known.v_head_dim,
+            q_lora_rank=known_names.q_lora_rank,
+            kv_lora_rank=known_names.kv_lora_rank,
+            nope_head_dim=known_names.qk_nope_head_dim,
+            rope_head_dim=known_names.qk_rope_head_dim,
+            value_head_dim=known_names.v_head_dim,
         )
 
 
 @pytest.mark.peer
 def test_absent_keys_of_dbrx_mean_what_they_mean_to_transformers() -> None:
-    known = AutoConfig.for_model("dbrx")
-    values = {"d_model": known.d_model, "n_heads": known.n_heads, "n_layers": known.n_layers}
-    width = {"ffn_config": {"ffn_hidden_size": known.ffn_config.ffn_hidden_size}}
-    model = read({"model_type": "dbrx", "vocab_size": known.vocab_size, **values, **width})
-    assert model.experts.num_experts == known.ffn_config.moe_num_experts
-    assert model.router.top_k == known.ffn_config.moe_top_k
-    assert model.router.normalize == (known.ffn_config.moe_normalize_expert_weights == 1)
-    assert model.attention.num_kv_heads == known.attn_config.kv_n_heads
-    assert (model.attention.clip_qkv, model.max_positions) == (known.attn_config.clip_qkv, known.max_seq_len)
+    known_names = AutoConfig.for_model("dbrx")
+    values = {"d_model": known_names.d_model, "n_heads": known_names.n_heads, "n_layers": known_names.n_layers}
+    width = {"ffn_config": {"ffn_hidden_size": known_names.ffn_config.ffn_hidden_size}}
+    model = read({"model_type": "dbrx", "vocab_size": known_names.vocab_size, **values, **width})
+    assert model.experts.num_experts == known_names.ffn_config.moe_num_experts
+    assert model.router.top_k == known_names.ffn_config.moe_top_k
+    assert model.router.normalize == (known_names.ffn_config.moe_normalize_expert_weights == 1)
+    assert model.attention.num_kv_heads == known_names.attn_config.kv_n_heads
+    assert (model.attention.clip_qkv, model.max_positions) == (
+        known_names.attn_config.clip_qkv,
+        known_names.max_seq_len,
+    )
 
 
 @pytest.mark.peer
@@ -170,7 +173,7 @@ def test_every_option_has_the_tensors_it_has_in_transformers(family: str, option
         parameters, buffers = on_meta(config)
         shapes = {**parameters, **{key: shape for key, shape in buffers.items() if key != "lm_head.weight"}}
     else:
-        shapes = {key: shape for found in on_meta(config) for key, shape in found.items()}
+        shapes = {key: shape for result in on_meta(config) for key, shape in result.items()}
     assert_same_tensors(read(config), shapes)
 
 

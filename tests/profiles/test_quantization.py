@@ -34,9 +34,9 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "
 
 
 def read(quantization: dict[str, Any]) -> Quantization:
-    found = read_quantization(HFConfig({"quantization_config": quantization}, where="config.json"))
-    assert found is not None
-    return found
+    result = read_quantization(HFConfig({"quantization_config": quantization}, where="config.json"))
+    assert result is not None
+    return result
 
 
 def profile(name: str, quantization: dict[str, Any] | None) -> ModelProfile:
@@ -66,45 +66,50 @@ def released(stem: str) -> str:
 def test_a_model_has_the_bytes_of_its_tensors(quantization: dict[str, Any], stored: Format) -> None:
     """Counted here from the shapes in the config; experts, attention and the rest apart."""
     name = released("qwen3-30b")
-    own, found = profile(name, None), profile(name, quantization)
-    hidden, width, experts = own.hidden_size, own.experts.intermediate_size, own.experts.num_experts
+    original, result = profile(name, None), profile(name, quantization)
+    hidden, width, experts = original.hidden_size, original.experts.intermediate_size, original.experts.num_experts
     page = 2 * stored.paged_bytes(width, hidden) + stored.paged_bytes(hidden, width)
-    assert found.stored is not None and found.stored.page_bytes == page
-    spec = own.attention
+    assert result.stored is not None and result.stored.page_bytes == page
+    spec = original.attention
     attention = stored.bytes_for(spec.q_dim, hidden) + stored.bytes_for(hidden, spec.q_dim)
     attention += 2 * stored.bytes_for(spec.kv_dim, hidden)
     others = 2 * (experts * hidden + 2 * hidden + 2 * spec.head_dim)  # router and norms, in bfloat16
-    ends = 2 * (2 * own.vocab_size * hidden + hidden)
-    parts = inventory(found)
-    assert parts.bytes["experts"] == own.num_layers * experts * page
-    assert parts.total_bytes == own.num_layers * (experts * page + attention + others) + ends
-    assert parts.dtype == stored.name and parts.parameters == inventory(own).parameters
-    pages = costs.page_dtype(found, found.stored.dtype)
-    assert costs.page_bytes(found, pages) == page == pages.bytes_for(costs.page_elements(found))
-    assert costs.page_bytes(found, costs.page_dtype(found, pages, "int8")) < costs.page_bytes(own, formats_of(own))
+    ends = 2 * (2 * original.vocab_size * hidden + hidden)
+    parts = inventory(result)
+    assert parts.bytes["experts"] == original.num_layers * experts * page
+    assert parts.total_bytes == original.num_layers * (experts * page + attention + others) + ends
+    assert parts.dtype == stored.name and parts.parameters == inventory(original).parameters
+    pages = costs.page_dtype(result, result.stored.dtype)
+    assert costs.page_bytes(result, pages) == page == pages.bytes_for(costs.page_elements(result))
+    assert costs.page_bytes(result, costs.page_dtype(result, pages, "int8")) < costs.page_bytes(
+        original, formats_of(original)
+    )
 
 
-def formats_of(own: ModelProfile) -> Any:
+def formats_of(original: ModelProfile) -> Any:
     from moelight.core.dtypes import dtype_named
 
-    return dtype_named(own.dtype)
+    return dtype_named(original.dtype)
 
 
 def test_mxfp4_of_gpt_oss_is_that_of_its_experts() -> None:
     name = released("gpt-oss-20b")
-    own, found = profile(name, None), profile(name, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    hidden, width = own.hidden_size, own.experts.intermediate_size
-    assert found.stored is not None and found.stored.dense == ()
-    assert found.stored.page_bytes == 3 * hidden * width * 17 // 32 + 2 * (2 * width + hidden)
-    assert 12.5e9 < inventory(found).total_bytes < 14e9  # the released one takes 13.8 GB
+    original, result = (
+        profile(name, None),
+        profile(name, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
+    )
+    hidden, width = original.hidden_size, original.experts.intermediate_size
+    assert result.stored is not None and result.stored.dense == ()
+    assert result.stored.page_bytes == 3 * hidden * width * 17 // 32 + 2 * (2 * width + hidden)
+    assert 12.5e9 < inventory(result).total_bytes < 14e9  # the released one takes 13.8 GB
 
 
 def test_modules_of_gptq() -> None:
-    found = read(GPTQ)
-    assert found.format_of("lm_head") is None and found.format_of("model.embed_tokens") is None
-    assert found.format_of("model.layers.0.mlp.gate") is None
-    assert found.format_of("model.layers.0.mlp.shared_expert_gate") is None
-    assert found.format_of("model.layers.0.mlp.gate_proj") == gptq(bits=4, group=128, in_order=True)
+    result = read(GPTQ)
+    assert result.format_of("lm_head") is None and result.format_of("model.embed_tokens") is None
+    assert result.format_of("model.layers.0.mlp.gate") is None
+    assert result.format_of("model.layers.0.mlp.shared_expert_gate") is None
+    assert result.format_of("model.layers.0.mlp.gate_proj") == gptq(bits=4, group=128, in_order=True)
     assert read({**GPTQ, "lm_head": True}).format_of("lm_head") is not None
     second = read({**GPTQ, "checkpoint_format": "gptq_v2"}).format_of("x")
     assert second == gptq(bits=4, group=128, in_order=True, zero_bias=0)
@@ -118,12 +123,12 @@ def test_modules_of_gptq() -> None:
 
 
 def test_modules_that_are_not_converted() -> None:
-    found = read({**AWQ, "modules_to_not_convert": ["gate", "self_attn.q_proj", "model.layers.1"]})
-    assert found.format_of("model.layers.0.block_sparse_moe.gate") is None
-    assert found.format_of("model.layers.0.self_attn.q_proj") is None
-    assert found.format_of("model.layers.1.mlp.up_proj") is None
-    assert found.format_of("model.layers.10.mlp.up_proj") is not None
-    assert found.format_of("model.layers.0.mlp.gate_proj") is not None
+    result = read({**AWQ, "modules_to_not_convert": ["gate", "self_attn.q_proj", "model.layers.1"]})
+    assert result.format_of("model.layers.0.block_sparse_moe.gate") is None
+    assert result.format_of("model.layers.0.self_attn.q_proj") is None
+    assert result.format_of("model.layers.1.mlp.up_proj") is None
+    assert result.format_of("model.layers.10.mlp.up_proj") is not None
+    assert result.format_of("model.layers.0.mlp.gate_proj") is not None
     some = read({**FP8, "ignored_layers": ["model.layers.*.self_attn"]})
     assert some.format_of("model.layers.3.self_attn.q_proj") is None
     assert some.format_of("model.layers.3.mlp.up_proj") is not None
@@ -195,9 +200,9 @@ def test_commands_count_what_nothing_runs_yet(tmp_path: Path, capsys: pytest.Cap
     name = released("qwen3-30b")
     (tmp_path / "config.json").write_text(json.dumps({**model_config(name), "quantization_config": GPTQ}))
     assert main(["inspect", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["bytes"] == inventory(load_model_profile(str(tmp_path))).total_bytes < 18e9
-    assert found["dtype"] == "GPTQ int4 in groups of 128"
+    result = json.loads(capsys.readouterr().out)
+    assert result["bytes"] == inventory(load_model_profile(str(tmp_path))).total_bytes < 18e9
+    assert result["dtype"] == "GPTQ int4 in groups of 128"
 
 
 def test_a_plan_reckons_with_stored_bytes() -> None:
@@ -205,9 +210,9 @@ def test_a_plan_reckons_with_stored_bytes() -> None:
     hardware, work = load_hardware_profile("t4"), load_workload("mtbench")
     fix = {"schedule": "cgopipe", "attention_device": "gpu", "ffn_device": "gpu", "batch_size": 64}
     plans = [
-        make_plan(hardware, profile(released("qwen3-30b"), given), work, name="x", fix=fix, cache=False, proof=False)
-        for given in (None, GPTQ)
+        make_plan(hardware, profile(released("qwen3-30b"), inputs), work, name="x", fix=fix, cache=False, proof=False)
+        for inputs in (None, GPTQ)
     ]
-    own, stored = plans
-    assert own.why_not == stored.why_not == ()
-    assert stored.estimate.tokens_per_s > 2 * own.estimate.tokens_per_s
+    original, stored = plans
+    assert original.why_not == stored.why_not == ()
+    assert stored.estimate.tokens_per_s > 2 * original.estimate.tokens_per_s

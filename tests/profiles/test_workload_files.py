@@ -38,9 +38,9 @@ def test_mtbench_is_its_eighty_questions_over_and_over() -> None:
 
 
 def test_these_workloads_are_shipped_and_say_whence() -> None:
-    known = profile_names("workload")
-    assert list(known) == sorted(PUBLISHED)
-    for name, path in known.items():
+    known_names = profile_names("workload")
+    assert list(known_names) == sorted(PUBLISHED)
+    for name, path in known_names.items():
         fields = read_yaml(path).entries()
         assert fields["name"].text() == name
         assert "MoE-Lightning" in fields["source"].text()
@@ -53,9 +53,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_own_workloads_come_before_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tmp_path / "workload_profiles"
-    own.mkdir()
-    (own / "mtbench.yaml").write_text(GOOD, encoding="utf-8")
+    original = tmp_path / "workload_profiles"
+    original.mkdir()
+    (original / "mtbench.yaml").write_text(GOOD, encoding="utf-8")
     monkeypatch.setenv("MOELIGHT_PROFILES", str(tmp_path))
     assert load_workload("mtbench").num_requests == 9
 

@@ -62,8 +62,8 @@ def assert_same_tensors(model: ModelProfile, shapes: Shapes) -> None:
     left = dict(shapes)
     for part in parts(model):
         spellings = [spelling.format(layer=part.layer) for spelling in getattr(model.names, part.name)]
-        found = [key for key in spellings if key in left]
-        assert len(found) == 1, (part, spellings)
-        assert left.pop(found[0]) == part.shape, part
+        result = [key for key in spellings if key in left]
+        assert len(result) == 1, (part, spellings)
+        assert left.pop(result[0]) == part.shape, part
     assert all(".experts." in key for key in left), list(left)
     assert elements(left) == in_pages(model)

@@ -40,8 +40,8 @@ def invent_sys(root: Path) -> Path:
     write(root / "devices/system/node/online", "0-2")
     for processor in range(16):
         first = processor % 8
-        place = root / f"devices/system/cpu/cpu{processor}/topology"
-        write(place / "thread_siblings_list", f"{first},{first + 8}")
+        position = root / f"devices/system/cpu/cpu{processor}/topology"
+        write(position / "thread_siblings_list", f"{first},{first + 8}")
     card = root / "bus/pci/devices/0000:81:00.0"
     write(card / "numa_node", "1")
     write(card / "max_link_speed", "16.0 GT/s PCIe")

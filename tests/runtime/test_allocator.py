@@ -91,10 +91,10 @@ def test_a_real_device_takes_no_more_than_its_limit() -> None:
     watch_device_memory(device)
     limit_device_memory(device, held + (256 << 20))
     try:
-        kept = torch.empty(100 << 20, dtype=torch.uint8, device=device)
+        retained = torch.empty(100 << 20, dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(400 << 20, dtype=torch.uint8, device=device)
         peak = device_peak(Machine(device=device, discrete=True))
-        assert kept.numel() <= peak.allocated <= peak.reserved <= held + (256 << 20)
+        assert retained.numel() <= peak.allocated <= peak.reserved <= held + (256 << 20)
     finally:
         limit_device_memory(device, None)

@@ -37,12 +37,12 @@ def mixed_model(*, latents: bool = True) -> ModelProfile:
 
 
 def chunks() -> list[Chunk]:
-    free, found = iter(range(BLOCKS - 1, -1, -1)), []
+    free, result = iter(range(BLOCKS - 1, -1, -1)), []
     for start, count, decodes in LENGTHS:
         blocks = [next(free) for _ in range(-(-(start + count) // BLOCK))]
         ids = () if decodes else (7,) * count
-        found.append(Chunk(token_ids=ids, start=start, blocks=blocks, slot=0, samples=True, decodes=decodes))
-    return found
+        result.append(Chunk(token_ids=ids, start=start, blocks=blocks, slot=0, samples=True, decodes=decodes))
+    return result
 
 
 def slots(chunk: Chunk, begin: int, end: int) -> Tensor:
@@ -70,8 +70,10 @@ class History:
 
     def given(self) -> tuple[Tensor, Tensor, Tensor]:
         """What the graph gives for the rows of the micro-batch."""
-        parts = [[each[start:] for each in mine] for mine, (start, _, _) in zip(self.every, LENGTHS, strict=True)]
-        q, k, v = (torch.cat(each) for each in zip(*parts, strict=True))
+        parts = [
+            [item[start:] for item in selected] for selected, (start, _, _) in zip(self.every, LENGTHS, strict=True)
+        ]
+        q, k, v = (torch.cat(item) for item in zip(*parts, strict=True))
         return q, k, v
 
     def cached(self, number: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +82,7 @@ class History:
         if self.spec.latent is not None:
             return v[:start], v[:start]
         wide = self.spec.cached_head_dim
-        keys, values = (torch.nn.functional.pad(each[:start], (0, wide - each.shape[2])) for each in (k, v))
+        keys, values = (torch.nn.functional.pad(item[:start], (0, wide - item.shape[2])) for item in (k, v))
         return keys, values
 
     def expected(self) -> Tensor:
@@ -89,12 +91,12 @@ class History:
 
     def _rows(self, number: int) -> Tensor:
         spec, (start, _, _) = self.spec, LENGTHS[number]
-        q, k, v = (each.double() for each in self.every[number])
+        q, k, v = (item.double() for item in self.every[number])
         if self.quantised and spec.num_heads:
-            k, v = (reference.dequantise(*reference.quantise(each), torch.float64) for each in self.every[number][1:])
+            k, v = (reference.dequantise(*reference.quantise(item), torch.float64) for item in self.every[number][1:])
         if spec.latent is not None:
             q, k, v = torch.cat((q, k), -1), v, v[..., : spec.latent.kv_lora_rank]
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        k, v = (item.repeat_interleave(q.shape[1] // item.shape[1], 1) for item in (k, v))
         scores = torch.einsum("nhd,mhd->hnm", q[start:], k) * spec.product_scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -140,14 +142,14 @@ def test_the_host_attends_in_layers_that_differ(crosses: bool, kv_dtype: str) ->
     arena = torch.zeros(BLOCKS * kv_block_bytes(model, policy, FLOAT32), dtype=torch.uint8)
     cache = paged_cache(arena, specs, blocks=BLOCKS, block_size=BLOCK, dtype=INT8 if quantised else FLOAT32)
     histories = [History(spec, seed, quantised=quantised) for seed, spec in enumerate(specs)]
-    sinks = {layer: each.sinks for layer, each in enumerate(histories) if each.sinks is not None}
+    sinks = {layer: history.sinks for layer, history in enumerate(histories) if history.sinks is not None}
     table = HostAttention(specs, cache, form=FORM, sinks=sinks).table
     for layer, history in enumerate(histories):
         for number, chunk in enumerate(chunks()):
             if specs[layer].latent is not None:
                 cpu_mla_append(*cache[layer], history.cached(number)[1][:, 0], slots(chunk, 0, chunk.start))
             elif specs[layer].num_heads:
-                keys, values = (each.contiguous() for each in history.cached(number))
+                keys, values = (item.contiguous() for item in history.cached(number))
                 k_cache, v_cache, *scales = cache[layer]
                 named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
                 cpu_kv_append(k_cache, v_cache, keys, values, slots(chunk, 0, chunk.start), **named)
@@ -184,17 +186,20 @@ def test_the_device_attends_in_layers_that_differ(on_host: int, kv_dtype: str) -
     ]
     buffers = torch.zeros(fixed_bytes(model, policy, dtype=FLOAT32)["kv_buffer", "device"], dtype=torch.uint8)
     histories = [History(spec, seed, quantised=quantised) for seed, spec in enumerate(specs)]
-    sinks = {layer: each.sinks for layer, each in enumerate(histories) if each.sinks is not None}
+    sinks = {layer: history.sinks for layer, history in enumerate(histories) if history.sinks is not None}
     on = {"on_host": caches[0], "on_device": caches[1]}
     attention = DeviceAttention(specs, buffers.view(2, -1), form=FORM, kv_dtype=dtype, sinks=sinks, **on)
 
     def write(layer: int, rows: tuple[Tensor, Tensor], where: Tensor) -> None:
-        for cache, mine, first in ((caches[0], where < host_slots, 0), (caches[1], where >= host_slots, host_slots)):
+        for cache, selected, first in (
+            (caches[0], where < host_slots, 0),
+            (caches[1], where >= host_slots, host_slots),
+        ):
             if specs[layer].latent is not None:
-                cache[layer].values[:, 0].index_copy_(0, where[mine] - first, rows[1][mine])
+                cache[layer].values[:, 0].index_copy_(0, where[selected] - first, rows[1][selected])
             else:
                 into, scales = cache[layer].values, cache[layer].scales
-                append_in_torch(rows[0][mine], rows[1][mine], into, where[mine] - first, cache_scale=scales)
+                append_in_torch(rows[0][selected], rows[1][selected], into, where[selected] - first, cache_scale=scales)
 
     for layer, history in enumerate(histories):
         if specs[layer].num_heads:
@@ -218,11 +223,11 @@ def test_the_device_attends_in_layers_that_differ(on_host: int, kv_dtype: str) -
         _, keys, values = history.given()
         for slot, key, value in zip(mb.cache_slots.tolist(), keys, values, strict=True):
             rows, at = (caches[0][layer], slot) if slot < host_slots else (caches[1][layer], slot - host_slots)
-            kept = rows.values[at]
+            retained = rows.values[at]
             new = {0: key, -1: value} if specs[layer].latent is None else {-1: value}
-            for which, numbers in new.items():
-                wanted, factors = reference.quantise(numbers) if rows.scales is not None else (numbers, None)
-                assert torch.equal(kept[which, :, : wanted.shape[-1]], wanted)
+            for which, array in new.items():
+                wanted, factors = reference.quantise(array) if rows.scales is not None else (array, None)
+                assert torch.equal(retained[which, :, : wanted.shape[-1]], wanted)
                 assert rows.scales is None or torch.equal(rows.scales[at, which], factors)
 
 

@@ -67,8 +67,8 @@ def pool() -> Pool:
 
 def points_of(work: str, pool: Pool, **sizes: object) -> dict[surfaces.Point, timing.Measure]:
     """The points of one surface of the CPU, over other sizes than `TINY`."""
-    found = surfaces.points("cpu", pool, replace(TINY, **sizes))
-    return {point: measure for point, measure in found.items() if point[0] == f"cpu_{work}"}
+    result = surfaces.points("cpu", pool, replace(TINY, **sizes))
+    return {point: measure for point, measure in result.items() if point[0] == f"cpu_{work}"}
 
 
 def test_a_reading_is_the_median_and_the_width_of_the_middle_half() -> None:
@@ -81,25 +81,26 @@ def test_the_fastest_round_counts_and_disturbed_rounds_are_repeated(monkeypatch:
     monkeypatch.setattr(timing, "Others", lambda: SimpleNamespace(cores=lambda: next(busy)))
     rates = {"a": iter([1.0, 5.0, 3.0, 2.0]), "b": iter([9.0, 1.0, 1.0, 1.0])}
     measurements = {
-        key: (lambda seconds, own=own: Measurement(rate=next(own), spread=seconds), 0.5) for key, own in rates.items()
+        key: (lambda seconds, original=rate: Measurement(rate=next(original), spread=seconds), 0.5)
+        for key, rate in rates.items()
     }
-    found, least = best_of_rounds(measurements, quiet_rounds=2, seconds=60.0)
-    assert {key: reading.rate for key, reading in found.items()} == {"a": 5.0, "b": 9.0}
+    result, least = best_of_rounds(measurements, quiet_rounds=2, seconds=60.0)
+    assert {key: reading.rate for key, reading in result.items()} == {"a": 5.0, "b": 9.0}
     assert least == 0.0 and next(busy) == 9.0
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that only ``sleep`` moves."""
-    found = SimpleNamespace(now=0.0, perf_counter=lambda: found.now, process_time=lambda: 0.0)
+    result = SimpleNamespace(now=0.0, perf_counter=lambda: result.now, process_time=lambda: 0.0)
 
     def sleep(seconds: float) -> None:
-        found.now += seconds
+        result.now += seconds
 
-    found.sleep = sleep
-    monkeypatch.setattr(timing, "time", found)
-    monkeypatch.setattr(surfaces, "time", found)
-    return found
+    result.sleep = sleep
+    monkeypatch.setattr(timing, "time", result)
+    monkeypatch.setattr(surfaces, "time", result)
+    return result
 
 
 def test_a_sample_warms_up_counts_calls_and_waits(clock: SimpleNamespace) -> None:
@@ -121,8 +122,8 @@ def test_a_slow_machine_leaves_out_the_last_gauges_but_never_the_first(clock: Si
         clock.sleep(0.02)
         return Measurement(rate=1.0, spread=0.0)
 
-    found, _ = best_of_rounds(dict.fromkeys(range(50), (slow, 0.0)), quiet_rounds=3, seconds=0.03)
-    assert 0 in found and 1 < len(found) < 10
+    result, _ = best_of_rounds(dict.fromkeys(range(50), (slow, 0.0)), quiet_rounds=3, seconds=0.03)
+    assert 0 in result and 1 < len(result) < 10
 
 
 def test_the_pool_is_written_and_walked_round(pool: Pool) -> None:
@@ -196,7 +197,7 @@ def test_the_arithmetic_of_acts_is_taken_off(clock: SimpleNamespace) -> None:
     rest = surfaces._in_turn(lambda: clock.sleep(3e-3), lambda: clock.sleep(1e-3), 0.05)
     assert len(rest) > 5 and rest == pytest.approx([2e-3] * len(rest))
     rest = surfaces._in_turn(lambda: clock.sleep(1e-6), lambda: clock.sleep(1e-3), 0.01)
-    assert all(each > 0 for each in rest)
+    assert all(item > 0 for item in rest)
 
 
 def test_norms_and_sums_are_read_by_the_bytes_an_act_touches(pool: Pool) -> None:
@@ -233,7 +234,7 @@ def test_the_scratch_file_has_no_name(tmp_path: Path) -> None:
             first = bytes(block)
             scratch.read(1, block)
             assert len({first, bytes(block)}) == 2
-        descriptors = [each for each in (scratch.buffered, scratch.direct) if each is not None]
+        descriptors = [item for item in (scratch.buffered, scratch.direct) if item is not None]
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
@@ -300,8 +301,8 @@ def test_a_lane_that_reads_past_the_page_cache_is_believed_however_fast(
     with disk.Scratch(tmp_path, 2 * disk.BLOCK_BYTES, seconds=5.0) as scratch:
         past_cache = disk.past_cache(scratch)
     monkeypatch.setattr(disk, "_CACHED_ABOVE", 0.0)  # every lane is faster than that
-    found = machine.measure_machine(find_machine("cpu"), TINY, name="box", disk_dir=tmp_path)
-    assert ("the page cache could not be emptied" in found.notes) == (not past_cache)
+    result = machine.measure_machine(find_machine("cpu"), TINY, name="box", disk_dir=tmp_path)
+    assert ("the page cache could not be emptied" in result.notes) == (not past_cache)
 
 
 def test_reads_beside_work_are_timed_from_arrival_to_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +346,7 @@ def bound_apart() -> Iterator[tuple[int, int]]:
     """The first and the last processor that this process may use: this thread is bound to the one, a worker to the
     other, as benchmarks bind them."""
     usable = sorted(os.sched_getaffinity(0))
-    mine, theirs = usable[0], usable[-1]
+    selected, theirs = usable[0], usable[-1]
     over, bound = threading.Event(), threading.Event()
 
     def worker() -> None:
@@ -357,8 +358,8 @@ def bound_apart() -> Iterator[tuple[int, int]]:
     thread.start()
     try:
         bound.wait()
-        os.sched_setaffinity(0, {mine})
-        yield mine, theirs
+        os.sched_setaffinity(0, {selected})
+        yield selected, theirs
     finally:
         over.set()
         os.sched_setaffinity(0, set(usable))
@@ -369,14 +370,14 @@ def test_others_are_seen_on_every_core_that_a_thread_is_bound_to(
     bound_apart: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Own work on both cores, 0.2 s in all, in a second in which the worker's core was busy throughout."""
-    mine, theirs = bound_apart
+    selected, theirs = bound_apart
     clock = SimpleNamespace(perf_counter=lambda: 0.0, process_time=lambda: 0.0)
     monkeypatch.setattr("moelight.runtime.calibration.timing.time", clock)
     stat, ticks = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
-    names = [f"cpu{number}" for number in dict.fromkeys((mine, theirs))]
+    names = [f"cpu{number}" for number in dict.fromkeys((selected, theirs))]
     stat.write_text("".join(f"{name} 0 0 0 0 0 0 0 0 0 0\n" for name in names))
     others = Others(proc=tmp_path)
-    busy = {f"cpu{mine}": ticks // 10, f"cpu{theirs}": ticks}
+    busy = {f"cpu{selected}": ticks // 10, f"cpu{theirs}": ticks}
     stat.write_text("".join(f"{name} {busy[name]} 0 0 0 0 0 0 0 0 0\n" for name in names))
     clock.perf_counter, clock.process_time = lambda: 1.0, lambda: 0.2
     assert others.cores() == pytest.approx(sum(busy.values()) / ticks - 0.2)
@@ -401,21 +402,21 @@ def test_another_program_on_a_core_is_seen_where_every_thread_has_a_core_of_its_
 
 @pytest.mark.usefixtures("one_round")
 def test_a_machine_without_a_gpu_becomes_a_profile(tmp_path: Path) -> None:
-    said: list[str] = []
-    found = machine.measure_machine(find_machine("cpu"), TINY, name="box", disk_dir=tmp_path, say=said.append)
-    assert found.name == "box" and found.date.startswith("20") and "threads" in found.notes
-    assert [tier.name for tier in found.tiers] == ["host", "disk"] and not found.links
-    assert {surface.name for surface in found.efficiency} == {name for name in EFFICIENCY if name.startswith("cpu")}
-    assert {"host_copy", "cpu_task", "disk_cached", "cpu_under_disk", "disk_under_cpu"} <= dict(found.measured).keys()
-    linear = found.surface("cpu_linear")
+    message: list[str] = []
+    result = machine.measure_machine(find_machine("cpu"), TINY, name="box", disk_dir=tmp_path, say=message.append)
+    assert result.name == "box" and result.date.startswith("20") and "threads" in result.notes
+    assert [tier.name for tier in result.tiers] == ["host", "disk"] and not result.links
+    assert {surface.name for surface in result.efficiency} == {name for name in EFFICIENCY if name.startswith("cpu")}
+    assert {"host_copy", "cpu_task", "disk_cached", "cpu_under_disk", "disk_under_cpu"} <= dict(result.measured).keys()
+    linear = result.surface("cpu_linear")
     assert linear is not None and linear.sizes == (2 * 64 * 32, 2 * 128 * 64) and linear.curves[0].x == (1, 5, 16, 64)
-    unit = found.processor("cpu")
-    best = max(y for name in ("cpu_linear", "cpu_experts") for c in found.surface(name).curves for y in c.y)  # type: ignore[union-attr]
+    unit = result.processor("cpu")
+    best = max(y for name in ("cpu_linear", "cpu_experts") for c in result.surface(name).curves for y in c.y)  # type: ignore[union-attr]
     assert unit is not None and unit.peak_flops >= best
-    assert set(dict(found.spread)) == set(found.figure_keys()) - {"tiers.host.capacity", "tiers.disk.capacity"}
-    write_hardware_profile(found, tmp_path / "box.yaml")
-    assert read_hardware_profile(tmp_path / "box.yaml") == found
-    assert said and list(tmp_path.iterdir()) == [tmp_path / "box.yaml"]
+    assert set(dict(result.spread)) == set(result.figure_keys()) - {"tiers.host.capacity", "tiers.disk.capacity"}
+    write_hardware_profile(result, tmp_path / "box.yaml")
+    assert read_hardware_profile(tmp_path / "box.yaml") == result
+    assert message and list(tmp_path.iterdir()) == [tmp_path / "box.yaml"]
 
 
 @pytest.mark.usefixtures("one_round")
@@ -428,13 +429,13 @@ def test_a_machine_with_a_gpu_becomes_a_profile(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr(torch, "get_device_module", lambda _: backend)
     monkeypatch.setattr(machine, "describe", lambda _: "two twins")
-    found = machine.measure_machine(Machine(device=CPU, discrete=True), TINY, name="box", disk_dir=None)
-    device, gpu = found.tier("device"), found.processor("gpu")
-    assert device is not None and device.capacity_bytes == 80 * MiB and found.tier("disk") is None
+    result = machine.measure_machine(Machine(device=CPU, discrete=True), TINY, name="box", disk_dir=None)
+    device, gpu = result.tier("device"), result.processor("gpu")
+    assert device is not None and device.capacity_bytes == 80 * MiB and result.tier("disk") is None
     assert gpu is not None and gpu.count == 1  # the engine uses one
-    assert found.link("host", "device") is not None and found.link("device", "host") is not None
-    assert {surface.name for surface in found.efficiency} == set(EFFICIENCY)
-    figures = dict(found.measured)
+    assert result.link("host", "device") is not None and result.link("device", "host") is not None
+    assert {surface.name for surface in result.efficiency} == set(EFFICIENCY)
+    figures = dict(result.measured)
     assert {
         "host_to_device_pageable",
         "device_to_host_pageable",
@@ -456,8 +457,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.usefixtures("one_round")
 def test_a_directory_that_is_not_needed_only_leaves_a_note(tmp_path: Path) -> None:
     tiny = replace(TINY, rows=(1,), contexts=(32,), prompts=(8,))
-    found = machine.measure_machine(find_machine("cpu"), tiny, name="x", disk_dir=tmp_path / "none", disk_needed=False)
-    assert found.tier("disk") is None and "cannot be measured there" in found.notes
+    result = machine.measure_machine(find_machine("cpu"), tiny, name="x", disk_dir=tmp_path / "none", disk_needed=False)
+    assert result.tier("disk") is None and "cannot be measured there" in result.notes
 
 
 @pytest.mark.parametrize(("effort", "most_s"), [(FULL, 110), (QUICK, 16)])

@@ -24,16 +24,16 @@ def sharing_lists(draw: st.DrawFn) -> list[Chunk]:
     """Chunks, some of which begin with the blocks that another begins with."""
     chunks = draw(chunk_lists())
     for number in range(1, len(chunks)):
-        mine, other = chunks[number], chunks[draw(st.integers(0, number - 1))]
-        shared = draw(st.integers(0, min(mine.start, other.start) // BLOCK))
-        chunks[number] = replace(mine, blocks=[*other.blocks[:shared], *mine.blocks[shared:]])
+        selected, other = chunks[number], chunks[draw(st.integers(0, number - 1))]
+        shared = draw(st.integers(0, min(selected.start, other.start) // BLOCK))
+        chunks[number] = replace(selected, blocks=[*other.blocks[:shared], *selected.blocks[shared:]])
     return chunks
 
 
-def resolved(found: Context, sequence: int, position: int, cache: torch.Tensor, buffer: torch.Tensor) -> int:
+def resolved(result: Context, sequence: int, position: int, cache: torch.Tensor, buffer: torch.Tensor) -> int:
     """What the kernels read at a position: the table's format."""
-    base = found.batch.sequences.view(-1, 5)[sequence, 4]
-    slot = int(found.batch.entries[base + position // BLOCK]) + position % BLOCK
+    base = result.batch.sequences.view(-1, 5)[sequence, 4]
+    slot = int(result.batch.entries[base + position // BLOCK]) + position % BLOCK
     return int(cache[slot] if slot >= 0 else buffer[slot + (1 << 30)])
 
 
@@ -42,32 +42,32 @@ def resolved(found: Context, sequence: int, position: int, cache: torch.Tensor, 
 def test_the_table_leads_to_what_each_sequence_sees(chunks: list[Chunk], window: int | None, host_blocks: int) -> None:
     """A cache in which every slot holds its number, the first blocks in host memory, transferred by runs or pieces."""
     everything, host_slots = torch.arange(60 * BLOCK), host_blocks * BLOCK
-    found = find_context(chunks, block_size=BLOCK, window=window, host_slots=host_slots, form=FORM)
-    buffer = torch.full((found.tokens,), -1)
-    for slot, place, count in found.runs:
-        assert buffer[place : place + count].eq(-1).all(), "no place is filled twice"
+    result = find_context(chunks, block_size=BLOCK, window=window, host_slots=host_slots, form=FORM)
+    buffer = torch.full((result.tokens,), -1)
+    for slot, run, count in result.runs:
+        assert buffer[run : run + count].eq(-1).all(), "no place is filled twice"
         assert 0 <= slot <= slot + count <= host_slots
-        buffer[place : place + count] = everything[slot : slot + count]
+        buffer[run : run + count] = everything[slot : slot + count]
     by_pieces = torch.full_like(buffer, -1)
-    for slot, place, count in found.pieces.tolist():
+    for slot, run, count in result.pieces.tolist():
         assert 0 < count <= BLOCK and slot // BLOCK == (slot + count - 1) // BLOCK
-        by_pieces[place : place + count] = everything[slot : slot + count]
+        by_pieces[run : run + count] = everything[slot : slot + count]
     assert torch.equal(buffer, by_pieces)
     crossed = buffer[buffer >= 0]
-    assert crossed.numel() == crossed.unique().numel() == found.tokens - found.stays
+    assert crossed.numel() == crossed.unique().numel() == result.tokens - result.stays
     tokens = row = 0
-    for number, (chunk, (first, last, start, lowest)) in enumerate(zip(chunks, found.batch.spans, strict=True)):
+    for number, (chunk, (first, last, start, lowest)) in enumerate(zip(chunks, result.batch.spans, strict=True)):
         seen = seen_before(chunk.start, window)
         assert (first, last, start, lowest) == (row, row + chunk.count, chunk.start, chunk.start - seen)
         slots = slots_of(chunk, lowest, start, BLOCK).tolist()
-        assert [resolved(found, number, at, everything[host_slots:], buffer) for at in range(lowest, start)] == slots
+        assert [resolved(result, number, at, everything[host_slots:], buffer) for at in range(lowest, start)] == slots
         row, tokens = row + chunk.count, tokens + seen
-    assert found.tokens == tokens and found.batch.rows == row
-    assert found.batch.decoding == sum(chunk.decodes for chunk in chunks)
-    tiles = {tuple(pair) for pair in found.batch.tiles.view(-1, 2).tolist()}
+    assert result.tokens == tokens and result.batch.rows == row
+    assert result.batch.decoding == sum(chunk.decodes for chunk in chunks)
+    tiles = {tuple(pair) for pair in result.batch.tiles.view(-1, 2).tolist()}
     prompts = [(number, chunk.count) for number, chunk in enumerate(chunks) if not chunk.decodes]
     assert tiles == {(number, first) for number, count in prompts for first in range(0, count, TILE)}
-    assert found.batch.tile_count == len(tiles)
+    assert result.batch.tile_count == len(tiles)
 
 
 @examples(80)
@@ -100,22 +100,22 @@ def decoding(blocks: list[int]) -> Chunk:
 
 def test_blocks_that_follow_each_other_move_in_one_piece() -> None:
     chunks = [decoding([4, 5, 6]), decoding([7, 9, 3])]
-    found = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, form=FORM)
-    assert found.runs == ((48, 0, 8), (64, 8, 40), (112, 48, 16), (144, 64, 16))
-    assert (found.tokens, found.stays) == (80, 0)
+    result = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, form=FORM)
+    assert result.runs == ((48, 0, 8), (64, 8, 40), (112, 48, 16), (144, 64, 16))
+    assert (result.tokens, result.stays) == (80, 0)
 
 
 def test_a_shared_block_moves_once() -> None:
     chunks = [decoding([4, 5, 6]), decoding([4, 5, 8])]
-    found = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, form=FORM)
-    assert found.runs == ((64, 0, 40), (128, 40, 8))
-    assert (found.tokens, found.stays) == (80, 32)
+    result = find_context(chunks, block_size=BLOCK, window=None, host_slots=60 * BLOCK, form=FORM)
+    assert result.runs == ((64, 0, 40), (128, 40, 8))
+    assert (result.tokens, result.stays) == (80, 32)
 
 
 def test_a_piece_ends_where_the_devices_blocks_begin() -> None:
-    found = find_context([decoding([4, 5, 6])], block_size=BLOCK, window=None, host_slots=5 * BLOCK, form=FORM)
-    assert found.runs == ((64, 0, 16),)
-    assert (found.tokens, found.stays, found.batch.tiers) == (40, 24, (True, True))
+    result = find_context([decoding([4, 5, 6])], block_size=BLOCK, window=None, host_slots=5 * BLOCK, form=FORM)
+    assert result.runs == ((64, 0, 16),)
+    assert (result.tokens, result.stays, result.batch.tiers) == (40, 24, (True, True))
 
 
 @pytest.mark.parametrize(("start", "window", "seen"), [(9, None, 9), (9, 4, 3), (2, 4, 2), (9, 1, 0), (0, 4, 0)])

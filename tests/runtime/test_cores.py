@@ -20,31 +20,33 @@ def counts(shares: CoreShares) -> tuple[int, int]:
 
 
 def test_without_a_device_all_cores_compute_and_reads_run_between_them() -> None:
-    found = share_cores(topology(4), PLAIN, at_most=4)
-    assert found.compute is not None and found.compute.places == ((0,), (1,), (2,), (3,))
-    assert (found.staging, found.free) == (None, ())
-    assert found.reason == "4 threads, each bound to its core; reads run between them"
-    assert found.of(Lane.CPU) == found.of(Lane.STAGE) == found.of(Lane.DEVICE) == found.compute
-    assert found.of(Lane.DISK) is None
+    result = share_cores(topology(4), PLAIN, at_most=4)
+    assert result.compute is not None and result.compute.places == ((0,), (1,), (2,), (3,))
+    assert (result.staging, result.free) == (None, ())
+    assert result.reason == "4 threads, each bound to its core; reads run between them"
+    assert result.of(Lane.CPU) == result.of(Lane.STAGE) == result.of(Lane.DEVICE) == result.compute
+    assert result.of(Lane.DISK) is None
 
 
 def test_hyperthreads_of_a_core_are_one_place() -> None:
-    found = share_cores(topology(2, siblings=2), PLAIN, at_most=4)
-    assert found.compute is not None and found.compute.places == ((0, 2), (1, 3))
+    result = share_cores(topology(2, siblings=2), PLAIN, at_most=4)
+    assert result.compute is not None and result.compute.places == ((0, 2), (1, 3))
 
 
 def test_torchs_number_is_an_upper_bound_and_then_nobody_is_bound() -> None:
-    found = share_cores(topology(8), PLAIN, at_most=3)
-    assert (counts(found), found.compute and found.compute.places) == ((3, 0), ())
-    assert found.reason == "3 threads for 8 cores (torch's number, OMP_NUM_THREADS), none bound; reads run between them"
+    result = share_cores(topology(8), PLAIN, at_most=3)
+    assert (counts(result), result.compute and result.compute.places) == ((3, 0), ())
+    assert (
+        result.reason == "3 threads for 8 cores (torch's number, OMP_NUM_THREADS), none bound; reads run between them"
+    )
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(0.5, 1), (1.0, 1), (1.5, 2), (7.2, 8), (100.0, 8)])
 def test_a_quota_is_rounded_up(quota: float, threads: int) -> None:
-    found = share_cores(topology(8, quota=quota), PLAIN, at_most=8)
-    assert counts(found) == (threads, 0)
+    result = share_cores(topology(8, quota=quota), PLAIN, at_most=8)
+    assert counts(result) == (threads, 0)
     if threads < 8:
-        assert f"a quota of {quota:g} processors" in found.reason and "none bound" in found.reason
+        assert f"a quota of {quota:g} processors" in result.reason and "none bound" in result.reason
 
 
 @pytest.mark.parametrize(
@@ -64,18 +66,18 @@ def test_a_quota_is_rounded_up(quota: float, threads: int) -> None:
     ],
 )
 def test_beside_a_device(cores: int, demands: Demands, wanted: tuple[int, int], free: int) -> None:
-    found = share_cores(topology(cores), demands, at_most=cores)
-    assert counts(found) == wanted
-    assert len(found.free) == free
-    assert found.of(Lane.CPU) is found.compute and found.of(Lane.STAGE) is found.staging
-    assert all(found.of(lane) is None for lane in (Lane.DISK, Lane.H2D, Lane.D2H, Lane.DEVICE))
+    result = share_cores(topology(cores), demands, at_most=cores)
+    assert counts(result) == wanted
+    assert len(result.free) == free
+    assert result.of(Lane.CPU) is result.compute and result.of(Lane.STAGE) is result.staging
+    assert all(result.of(lane) is None for lane in (Lane.DISK, Lane.H2D, Lane.D2H, Lane.DEVICE))
 
 
 def test_launching_and_staging_are_near_the_device() -> None:
-    found = share_cores(topology(8, nodes=2), Demands(device=True, stages=True, node=1), at_most=8)
-    assert found.free == (4,)
-    assert found.staging is not None and found.staging.places == ((5,), (6,))
-    assert found.compute is not None and found.compute.places == ((7,), (0,), (1,), (2,), (3,))
+    result = share_cores(topology(8, nodes=2), Demands(device=True, stages=True, node=1), at_most=8)
+    assert result.free == (4,)
+    assert result.staging is not None and result.staging.places == ((5,), (6,))
+    assert result.compute is not None and result.compute.places == ((7,), (0,), (1,), (2,), (3,))
 
 
 @given(
@@ -100,24 +102,24 @@ def test_shares_are_sound(
     stages: bool,
     rate: float,
 ) -> None:
-    there = topology(cores, nodes=min(nodes, cores), siblings=siblings, quota=quota)
+    present = topology(cores, nodes=min(nodes, cores), siblings=siblings, quota=quota)
     asked = Demands(
         device=device, computes=computes or not device, stages=stages and device, link_bytes_per_s=rate, node=0
     )
-    found = share_cores(there, asked, at_most=at_most)
-    computing, staging = counts(found)
+    result = share_cores(present, asked, at_most=at_most)
+    computing, staging = counts(result)
     assert (computing > 0) == asked.computes and (staging > 0) == asked.stages
-    whole = min(cores, at_most)
-    assert computing + staging <= max(whole, 2) and max(computing, staging) <= whole
+    full = min(cores, at_most)
+    assert computing + staging <= max(full, 2) and max(computing, staging) <= full
     if quota is not None:
         assert computing + staging <= max(2, quota + 1)
-    places = [place for share in (found.compute, found.staging) if share is not None for place in share.places]
-    taken = [processor for place in places for processor in place] + list(found.free)
+    places = [position for share in (result.compute, result.staging) if share is not None for position in share.places]
+    taken = [processor for position in places for processor in position] + list(result.free)
     assert len(taken) == len(set(taken))
-    assert set(taken) in (set(), {processor for core in there.cores for processor in core.processors})
+    assert set(taken) in (set(), {processor for core in present.cores for processor in core.processors})
     assert not places or len(places) == computing + staging
-    assert not places or whole == cores
-    assert ("each bound" in found.reason) == bool(places) and "\n" not in found.reason
+    assert not places or full == cores
+    assert ("each bound" in result.reason) == bool(places) and "\n" not in result.reason
 
 
 def test_what_a_policy_asks_for() -> None:
@@ -131,8 +133,8 @@ def test_what_a_policy_asks_for() -> None:
     resident = Policy(
         model="m", ffn_device="gpu", attention_device="gpu", weights=Shares(device=0.5, disk=0.5), kv=Shares(device=1.0)
     )
-    found = demands_of(resident, None, device=True)
-    assert (found.computes, found.stages) == (False, False)
+    result = demands_of(resident, None, device=True)
+    assert (result.computes, result.stages) == (False, False)
     split = Policy(model="m", ffn_device="split", attention_device="gpu", weights=Shares(host=1.0), cpu_experts=1.0)
-    found = demands_of(split, None, device=True)
-    assert (found.computes, found.stages) == (True, False)
+    result = demands_of(split, None, device=True)
+    assert (result.computes, result.stages) == (True, False)

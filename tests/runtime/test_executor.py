@@ -91,8 +91,8 @@ def test_every_task_is_done_once_after_what_it_waits_for(executor: Executor, bui
     assert len(ended) == len(schedule.tasks)
     assert [span.task for span in timeline.spans] == list(schedule.tasks)
     for lane in schedule.lanes():
-        mine = [task for task in schedule.tasks if task.lane is lane]
-        assert [ended[id(task)] for task in mine] == sorted(ended[id(task)] for task in mine)
+        selected = [task for task in schedule.tasks if task.lane is lane]
+        assert [ended[id(task)] for task in selected] == sorted(ended[id(task)] for task in selected)
 
 
 def test_spans_lie_in_the_order_of_dependencies(executor: Executor) -> None:

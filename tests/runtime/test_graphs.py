@@ -24,25 +24,25 @@ class Layer:
     def __init__(self, device: str = "cpu") -> None:
         self.state, self.calls = torch.zeros(ROWS, 3, device=device), 0
 
-    def run(self, graphs: Graphs, given: Tensor, row: int = 0, *, key: object = "k") -> Tensor:
-        state = self.state[row : row + len(given)]
+    def run(self, graphs: Graphs, inputs: Tensor, row: int = 0, *, key: object = "k") -> Tensor:
+        state = self.state[row : row + len(inputs)]
 
-        def compute(given: Tensor) -> Sequence[Tensor]:
+        def compute(inputs: Tensor) -> Sequence[Tensor]:
             self.calls += 1
-            state.add_(given)
+            state.add_(inputs)
             return (state * 2,)
 
-        (found,) = graphs.run((key, row, len(given)), compute, (given,), name="layer", row=row)
-        return found
+        (result,) = graphs.run((key, row, len(inputs)), compute, (inputs,), name="layer", row=row)
+        return result
 
 
 def test_a_task_is_recorded_at_the_second_sight_and_then_replayed() -> None:
     recorder, layer = TwinRecorder(), Layer()
     graphs, expected = Graphs(recorder, rows=ROWS), torch.zeros(2, 3)
     for sight in range(1, 6):
-        given = torch.randn(2, 3)
-        expected += given
-        assert torch.equal(layer.run(graphs, given), expected * 2)
+        inputs = torch.randn(2, 3)
+        expected += inputs
+        assert torch.equal(layer.run(graphs, inputs), expected * 2)
         assert torch.equal(layer.state[:2], expected)
         assert (layer.calls, recorder.replays) == (min(sight, 2), max(0, sight - 1))
 
@@ -56,22 +56,22 @@ def test_a_card_repeats_what_it_recorded() -> None:
     torch.cuda.synchronize()
     with torch.Stream(device=device) as stream:
         for sight in range(1, 6):
-            given = torch.randn(2, 3)
-            expected += given
-            found = layer.run(graphs, given.to(device))
+            inputs = torch.randn(2, 3)
+            expected += inputs
+            result = layer.run(graphs, inputs.to(device))
             stream.synchronize()
-            assert torch.equal(found.cpu(), expected * 2)
+            assert torch.equal(result.cpu(), expected * 2)
             assert layer.calls == min(sight, 2)
 
 
 def test_other_rows_have_other_graphs_and_places() -> None:
     recorder, layer = TwinRecorder(), Layer()
-    graphs, given = Graphs(recorder, rows=ROWS), torch.ones(3, 3)
+    graphs, inputs = Graphs(recorder, rows=ROWS), torch.ones(3, 3)
     for _ in range(3):
-        first, second = layer.run(graphs, given), layer.run(graphs, given * 2, 3)
+        first, second = layer.run(graphs, inputs), layer.run(graphs, inputs * 2, 3)
     assert first.eq(6).all() and second.eq(12).all()
     assert recorder.recorded == 2
-    layer.run(graphs, given[:1])  # fewer rows are another task
+    layer.run(graphs, inputs[:1])  # fewer rows are another task
     assert recorder.recorded == 2
 
 
@@ -80,14 +80,14 @@ def test_a_failure_is_told_once_and_ends_recording(caplog: pytest.LogCaptureFixt
     graphs = Graphs(recorder, rows=ROWS)
     assert graphs.serves(rows=1, micro_batches=1, layers=1)
 
-    def waits(given: Tensor) -> Sequence[Tensor]:
-        layer.state[:1] += given
-        return (given * given.sum().item(),)
+    def waits(inputs: Tensor) -> Sequence[Tensor]:
+        layer.state[:1] += inputs
+        return (inputs * inputs.sum().item(),)
 
     with caplog.at_level(logging.WARNING):
         for sight in range(1, 4):
-            (found,) = graphs.run("waits", waits, (torch.ones(1, 3),), name="layer", row=0)
-            assert found.eq(3).all()
+            (result,) = graphs.run("waits", waits, (torch.ones(1, 3),), name="layer", row=0)
+            assert result.eq(3).all()
             assert layer.state[0].eq(sight).all(), "a failed recording left something behind"
             layer.run(graphs, torch.zeros(1, 3))
     assert [record.getMessage() for record in caplog.records] == [
@@ -99,14 +99,14 @@ def test_a_failure_is_told_once_and_ends_recording(caplog: pytest.LogCaptureFixt
 
 def test_too_many_graphs_are_dropped_when_none_runs() -> None:
     recorder, layer = TwinRecorder(), Layer()
-    graphs, given = Graphs(recorder, rows=ROWS, max_graphs=2), torch.ones(1, 3)
+    graphs, inputs = Graphs(recorder, rows=ROWS, max_graphs=2), torch.ones(1, 3)
     for key in "aabbcc":
-        layer.run(graphs, given, key=key)
+        layer.run(graphs, inputs, key=key)
     assert (recorder.recorded, recorder.finished) == (3, 1)
     before = recorder.replays
-    layer.run(graphs, given, key="c")
+    layer.run(graphs, inputs, key="c")
     assert recorder.replays == before + 1
-    layer.run(graphs, given, key="a")  # forgotten
+    layer.run(graphs, inputs, key="a")  # forgotten
     assert recorder.replays == before + 1
     assert layer.state[0].eq(8).all()
 

@@ -14,11 +14,11 @@ from moelight.runtime import interpreter
 @pytest.fixture(autouse=True)
 def own() -> Iterator[None]:
     """The test's own settings, whatever engines other tests left open."""
-    kept, settings = (sys.getswitchinterval(), gc.get_threshold()), interpreter._interpreter
+    retained, settings = (sys.getswitchinterval(), gc.get_threshold()), interpreter._interpreter
     interpreter._interpreter = interpreter._Interpreter()
     yield
-    sys.setswitchinterval(kept[0])
-    gc.set_threshold(*kept[1])
+    sys.setswitchinterval(retained[0])
+    gc.set_threshold(*retained[1])
     interpreter._interpreter = settings
 
 

@@ -259,7 +259,7 @@ class LoggedStream(EmulatedStream):
         self.log.append(("enter", self.name))
         return self
 
-    def __exit__(self, *why: object) -> None:
+    def __exit__(self, *reason: object) -> None:
         self.log.append(("exit", self.name))
 
     def wait_event(self, event: EmulatedEvent) -> None:
@@ -489,15 +489,15 @@ def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, mon
 
 
 def test_a_lanes_own_thread_stays_on_the_cores_of_its_team() -> None:
-    mine = sorted(os.sched_getaffinity(0))
+    selected = sorted(os.sched_getaffinity(0))
     seen: list[set[int]] = []
-    lane = ThreadLane("near", ThreadTeam(1, [[mine[-1]]]))
+    lane = ThreadLane("near", ThreadTeam(1, [[selected[-1]]]))
     lane.submit(lambda: seen.append(os.sched_getaffinity(0)), ()).wait()
     lane.close()
-    inline = InlineLane(ThreadTeam(1, [[mine[-1]]]))
+    inline = InlineLane(ThreadTeam(1, [[selected[-1]]]))
     inline.submit(lambda: seen.append(os.sched_getaffinity(0)), ()).wait()
     inline.close()
-    assert seen == [{mine[-1]}, set(mine)]
+    assert seen == [{selected[-1]}, set(selected)]
 
 
 @pytest.mark.gpu
@@ -505,15 +505,15 @@ def test_streams_of_a_real_device_keep_the_order() -> None:
     """One stream fills, another doubles what it finds, over and over; a missed event would show."""
     device = find_machine("auto").device
     fill, double = StreamLane.on(device, "fill"), StreamLane.on(device, "double")
-    here, there = (torch.zeros(1 << 22, device=device) for _ in range(2))
+    here, present = (torch.zeros(1 << 22, device=device) for _ in range(2))
     torch.accelerator.synchronize()
     used: list[Any] = []
     for n in range(1, 30):
         filled = fill.submit(lambda n=n: here.fill_(n), used[-1:])  # type: ignore[misc]
-        used.append(double.submit(lambda: torch.add(here, here, out=there), (filled,)))
+        used.append(double.submit(lambda: torch.add(here, here, out=present), (filled,)))
         assert isinstance(used[-1], StreamTicket)
     used[-1].wait()
-    assert there.eq(58).all()
+    assert present.eq(58).all()
     spans = [ticket.span() for ticket in used]
     assert all(start <= end for start, end in spans)
     fill.close()

@@ -33,7 +33,7 @@ def test_a_machine_has_the_lanes_it_needs(kind: str) -> None:
         if kind == "auto":
             assert isinstance(lanes[Lane.DISK], ThreadLane)
             assert isinstance(lanes[Lane.CPU], ThreadLane if machine.discrete else InlineLane)
-            assert all(isinstance(lanes[each], StreamLane) for each in wanted & {Lane.H2D, Lane.D2H, Lane.DEVICE})
+            assert all(isinstance(lanes[item], StreamLane) for item in wanted & {Lane.H2D, Lane.D2H, Lane.DEVICE})
         for runner in lanes.values():
             runner.close()
 

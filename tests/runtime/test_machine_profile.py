@@ -75,10 +75,10 @@ def bench(monkeypatch: pytest.MonkeyPatch, *profiles: HardwareProfile) -> Bench:
 
 
 def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    stand_in, said = bench(monkeypatch, measured()), []
-    first = machine_profile("cpu", say=said.append)
-    again = machine_profile("cpu", say=said.append)
-    assert stand_in.taken == 1 and len(said) == 1 and "measuring this machine" in said[0]
+    stand_in, message = bench(monkeypatch, measured()), []
+    first = machine_profile("cpu", say=message.append)
+    again = machine_profile("cpu", say=message.append)
+    assert stand_in.taken == 1 and len(message) == 1 and "measuring this machine" in message[0]
     assert kept_path("cpu").parent == own_cache / "hardware" and kept_path("cpu").is_file()
     assert replace(first, tiers=()) == replace(again, tiers=()) == replace(measured(), tiers=())
 
@@ -90,8 +90,8 @@ def test_capacities_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(room.shutil, "disk_usage", lambda directory: SimpleNamespace(free=len(str(directory))))
     sizes = []
     for directory in (tmp_path, tmp_path / "much" / "further"):
-        found = machine_profile("cpu", disk_dir=directory)
-        host, disk = found.tier("host"), found.tier("disk")
+        result = machine_profile("cpu", disk_dir=directory)
+        host, disk = result.tier("host"), result.tier("disk")
         assert host is not None and disk is not None
         sizes.append((host.capacity_bytes, disk.capacity_bytes))
         assert (host.bandwidth_bytes_per_s, disk.bandwidth_bytes_per_s) == (1e10, 1e9)
@@ -100,51 +100,51 @@ def test_capacities_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.mark.parametrize("text", ["", "name: [", "name: auto\n", "\x00\xff", "name: auto\nmeasured: {host_cpy: 1}\n"])
 def test_a_corrupt_file_is_a_line_and_a_new_measurement(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    stand_in, said = bench(monkeypatch, measured()), []
+    stand_in, message = bench(monkeypatch, measured()), []
     path = kept_path("cpu")
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="latin-1")
-    assert machine_profile("cpu", say=said.append).figure("host_copy") == 1e10
-    assert stand_in.taken == 1 and said[0].startswith("warning: ") and str(path) in said[0]
+    assert machine_profile("cpu", say=message.append).figure("host_copy") == 1e10
+    assert stand_in.taken == 1 and message[0].startswith("warning: ") and str(path) in message[0]
     assert read_hardware_profile(path) == measured()
 
 
 def test_a_cache_that_cannot_be_written_is_a_line(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     own_cache.write_text("a file where the directory should be")
-    stand_in, said = bench(monkeypatch, measured()), []
-    assert machine_profile("cpu", say=said.append).figure("host_copy") == 1e10
-    assert stand_in.taken == 1 and "cannot be written" in said[-1]
+    stand_in, message = bench(monkeypatch, measured()), []
+    assert machine_profile("cpu", say=message.append).figure("host_copy") == 1e10
+    assert stand_in.taken == 1 and "cannot be written" in message[-1]
 
 
 @pytest.mark.usefixtures("steady")
 def test_what_is_missing_is_measured_and_what_is_known_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = measured(3e10, works=("linear", "experts"))
-    write_hardware_profile(known, kept_path("cpu"))
+    known_names = measured(3e10, works=("linear", "experts"))
+    write_hardware_profile(known_names, kept_path("cpu"))
     stand_in = bench(monkeypatch, measured(1e10))
-    found = machine_profile("cpu", say=lambda _: None)
-    assert stand_in.taken == 1 and machine_profile("cpu") == found
-    speeds = {surface.name: surface.curves[0].y[0] for surface in found.efficiency}
+    result = machine_profile("cpu", say=lambda _: None)
+    assert stand_in.taken == 1 and machine_profile("cpu") == result
+    speeds = {surface.name: surface.curves[0].y[0] for surface in result.efficiency}
     assert speeds == {f"cpu_{work}": 3e10 if work in ("linear", "experts") else 1e10 for work in WORK}
-    assert found.figure("host_copy") == 3e10
+    assert result.figure("host_copy") == 3e10
 
 
 @pytest.mark.usefixtures("steady")
 def test_a_disturbed_measurement_is_told_and_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = bench(monkeypatch, measured(1e9, busy=1.5), measured(2e9, busy=1.8), measured(1e10))
-    said: list[str] = []
+    message: list[str] = []
 
     def later() -> HardwareProfile:
         os.utime(kept_path("cpu"), (0, 0))
-        return machine_profile("cpu", say=said.append)
+        return machine_profile("cpu", say=message.append)
 
-    assert machine_profile("cpu", say=said.append).figure("host_copy") == 1e9
-    assert "1.5 processors busy" in said[-1]
-    assert machine_profile("cpu", say=said.append).figure("host_copy") == 1e9 and stand_in.taken == 1
+    assert machine_profile("cpu", say=message.append).figure("host_copy") == 1e9
+    assert "1.5 processors busy" in message[-1]
+    assert machine_profile("cpu", say=message.append).figure("host_copy") == 1e9 and stand_in.taken == 1
     assert later().figure("busy_elsewhere") == 1.5 and stand_in.taken == 2  # the less disturbed one stays
     quiet = later()
     assert quiet.figure("host_copy") == 1e10 and quiet.figure("busy_elsewhere") is None and stand_in.taken == 3
-    said.clear()
-    assert later() == quiet and not said
+    message.clear()
+    assert later() == quiet and not message
 
 
 def test_other_machines_and_releases_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +200,6 @@ def test_without_an_accelerator_torch_is_not_needed(monkeypatch: pytest.MonkeyPa
 
 def test_a_cache_that_cannot_be_looked_into_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / ("x" * 300)))
-    said: list[str] = []
-    assert room.kept_profile("cpu", say=said.append) is None
-    assert len(said) == 1 and "File name too long" in said[0]
+    message: list[str] = []
+    assert room.kept_profile("cpu", say=message.append) is None
+    assert len(message) == 1 and "File name too long" in message[0]

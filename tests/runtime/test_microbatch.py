@@ -26,15 +26,15 @@ def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
     lengths = draw(st.lists(one | prompt, min_size=1, max_size=6))
     free = draw(st.permutations(range(60)))
     made, taken = [], 0
-    for start, count, decodes in sorted(lengths, key=lambda each: not each[2]):
+    for start, count, decodes in sorted(lengths, key=lambda item: not item[2]):
         need = -(-(start + count) // BLOCK) + draw(st.integers(0, 2))
         ids = draw(st.lists(st.integers(0, 300), min_size=count, max_size=count))
         blocks = list(free[taken : taken + need])
         taken += need
         samples = draw(st.booleans())
-        place = len(made) * 3 + 1
+        position = len(made) * 3 + 1
         ids = [] if decodes else ids
-        made.append(Chunk(token_ids=ids, start=start, blocks=blocks, slot=place, samples=samples, decodes=decodes))
+        made.append(Chunk(token_ids=ids, start=start, blocks=blocks, slot=position, samples=samples, decodes=decodes))
     return made
 
 
@@ -105,14 +105,16 @@ def test_index_tensors_land_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> 
     rows = ("host_rows", "host_slots", "device_rows", "device_slots")
     tables = ("table", "sequences", "tiles", "entries")
     owners = ((mb, names), (mb.added, rows), (mb.context.batch, tables))
-    before = [getattr(owner, name).clone() for owner, each in owners for name in each]
+    before = [getattr(owner, name).clone() for owner, item in owners for name in item]
     moved: list[torch.Tensor] = []
     mb.hidden = SimpleNamespace(device=SimpleNamespace(type="card"))  # type: ignore[assignment]
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: moved.append(tensor) or tensor.clone())
     mb.land()
-    after = [getattr(owner, name) for owner, each in owners for name in each]
+    after = [getattr(owner, name) for owner, item in owners for name in item]
     assert len(moved) == 1
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    place = moved[0].untyped_storage().data_ptr()
-    assert mb.context.batch.entries.untyped_storage().data_ptr() == mb.positions.untyped_storage().data_ptr() != place
+    position = moved[0].untyped_storage().data_ptr()
+    assert (
+        mb.context.batch.entries.untyped_storage().data_ptr() == mb.positions.untyped_storage().data_ptr() != position
+    )

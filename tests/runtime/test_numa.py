@@ -37,23 +37,23 @@ def test_one_node_is_left_alone() -> None:
 
 def test_the_node_of_the_device_as_long_as_there_is_room(tmp_path: Path) -> None:
     root = invent_sys(tmp_path)
-    there, plug = read_topology(sys=root, proc=tmp_path, allowed=range(16)), read_plug("0000:81:00.0", sys=root)
-    found = place_memory(there, 40 * GiB, device_node=plug.node)
-    assert (found.kind, found.nodes) == ("bound", (1,))
-    assert found.reason == "node 1, the device's, has room for 40.0GiB"
-    found = place_memory(there, 43 * GiB, device_node=plug.node)  # 44 are available: no room beside
-    assert (found.kind, found.nodes) == ("interleaved", (0, 1))
-    assert found.reason == "node 1, the device's, has 44.0GiB for 43.0GiB, which is not enough"
+    present, plug = read_topology(sys=root, proc=tmp_path, allowed=range(16)), read_plug("0000:81:00.0", sys=root)
+    result = place_memory(present, 40 * GiB, device_node=plug.node)
+    assert (result.kind, result.nodes) == ("bound", (1,))
+    assert result.reason == "node 1, the device's, has room for 40.0GiB"
+    result = place_memory(present, 43 * GiB, device_node=plug.node)  # 44 are available: no room beside
+    assert (result.kind, result.nodes) == ("interleaved", (0, 1))
+    assert result.reason == "node 1, the device's, has 44.0GiB for 43.0GiB, which is not enough"
 
 
 def test_without_a_device_the_node_of_all_cores_or_all_nodes(tmp_path: Path) -> None:
     root = invent_sys(tmp_path)
     spread = read_topology(sys=root, proc=tmp_path, allowed=range(16))
-    found = place_memory(spread, GiB)
-    assert (found.kind, found.nodes, found.reason) == ("interleaved", (0, 1), "no node is nearer than the others")
+    result = place_memory(spread, GiB)
+    assert (result.kind, result.nodes, result.reason) == ("interleaved", (0, 1), "no node is nearer than the others")
     together = read_topology(sys=root, proc=tmp_path, allowed=[0, 1, 8])
-    found = place_memory(together, GiB)
-    assert (found.kind, found.nodes, found.reason) == (
+    result = place_memory(together, GiB)
+    assert (result.kind, result.nodes, result.reason) == (
         "bound",
         (0,),
         "node 0, that of all its cores, has room for 1.0GiB",
@@ -65,21 +65,21 @@ def test_a_node_without_memory_is_no_home() -> None:
 
 
 def test_a_refusal_is_said() -> None:
-    found = place_memory(topology(4, nodes=2), GiB, device_node=0, refusal="the system does not")
-    assert found == MemoryPlace(kind="anywhere", reason="2 NUMA nodes, but the system does not")
+    result = place_memory(topology(4, nodes=2), GiB, device_node=0, refusal="the system does not")
+    assert result == MemoryPlace(kind="anywhere", reason="2 NUMA nodes, but the system does not")
 
 
 @given(nodes=st.integers(1, 4), wanted=st.integers(1, 100 * GiB), node=st.none() | st.integers(0, 5))
 def test_places_are_sound(nodes: int, wanted: int, node: int | None) -> None:
-    there = topology(4, nodes=nodes)
-    found = place_memory(there, wanted, device_node=node)
-    numbers = {each.number for each in there.nodes}
-    assert set(found.nodes) <= numbers and found.reason
-    assert (found.kind == "anywhere") == (nodes == 1) == (not found.nodes)
-    if found.kind == "bound":
-        assert len(found.nodes) == 1 and wanted < 48 * GiB
-    if found.kind == "interleaved":
-        assert set(found.nodes) == numbers
+    present = topology(4, nodes=nodes)
+    result = place_memory(present, wanted, device_node=node)
+    values = {node.number for node in present.nodes}
+    assert set(result.nodes) <= values and result.reason
+    assert (result.kind == "anywhere") == (nodes == 1) == (not result.nodes)
+    if result.kind == "bound":
+        assert len(result.nodes) == 1 and wanted < 48 * GiB
+    if result.kind == "interleaved":
+        assert set(result.nodes) == values
 
 
 @placed

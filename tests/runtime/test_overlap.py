@@ -28,13 +28,13 @@ def places(buffers: tuple[Buffer, ...], layout: Layout, position: int) -> set[tu
     """Where they really are, for a pass whose page stream stands at ``position``. What micro-batches share by rows is
     taken as one place."""
     slots = {"ring": layout.ring_slots, "pinned": layout.pinned_slots}
-    found = set()
+    result = set()
     for buffer in buffers:
         if buffer.space in slots:
-            found.add((buffer.space, (position + buffer.index) % slots[buffer.space]))
+            result.add((buffer.space, (position + buffer.index) % slots[buffer.space]))
         elif buffer.space in SHARED:
-            found.add((buffer.space, buffer.index if buffer.space == "context" else 0))
-    return found
+            result.add((buffer.space, buffer.index if buffer.space == "context" else 0))
+    return result
 
 
 def conflicts(earlier: tuple[Task, int], later: tuple[Task, int], layout: Layout) -> bool:
@@ -46,13 +46,13 @@ def conflicts(earlier: tuple[Task, int], later: tuple[Task, int], layout: Layout
 
 def check(timelines: list[Timeline], schedules: list[Schedule], layout: Layout) -> None:
     positions = list(accumulate((schedule.stream_advance for schedule in schedules), initial=0))
-    own = [{id(task) for task in schedule.tasks} for schedule in schedules]
+    original = [{id(task) for task in schedule.tasks} for schedule in schedules]
     for number, timeline in enumerate(timelines[1:], start=1):
         for later in timeline.spans:
-            if id(later.task) not in own[number]:
+            if id(later.task) not in original[number]:
                 continue  # fetched by the pass before, under its own schedule
             for earlier in timelines[number - 1].spans:
-                if id(earlier.task) not in own[number - 1]:
+                if id(earlier.task) not in original[number - 1]:
                     continue
                 pair = (earlier.task, positions[number - 1]), (later.task, positions[number])
                 if conflicts(*pair, layout):

@@ -38,10 +38,12 @@ def shares(policy: Policy, dtype: DType) -> tuple[Tensor, list[StagingBuffers]]:
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_every_byte_of_the_arena_belongs_to_one_place_of_one_micro_batch(policy: Policy, dtype: DType) -> None:
     arena, cut = shares(policy, dtype)
-    places = [place for share in cut for place in (share.down, share.up, share.routing, share.routed, share.experts)]
-    assert sum(place.numel() for place in places) == arena.numel()
-    for place in places:
-        place.add_(1)
+    places = [
+        position for share in cut for position in (share.down, share.up, share.routing, share.routed, share.experts)
+    ]
+    assert sum(position.numel() for position in places) == arena.numel()
+    for position in places:
+        position.add_(1)
     assert arena.eq(1).all()
 
 
@@ -56,9 +58,9 @@ def test_what_crosses_fits_and_arrives_unchanged(dtype: DType) -> None:
     routed = Routed(x=torch.randn(7, 8).to(kind), weights=torch.randn(7, 1), ids=ids)
     share.attention_output(q.shape).fill_(9)
     share.experts_output(routed.x.shape, routed.x.dtype).fill_(8)
-    landed, there = share.take(q, k, v), share.take_routed(routed)
+    landed, present = share.take(q, k, v), share.take_routed(routed)
     wanted = [q, k, v, routed.x, routed.weights, routed.ids]
-    assert all(map(torch.equal, [*landed, there.x, there.weights, there.ids], wanted))
+    assert all(map(torch.equal, [*landed, present.x, present.weights, present.ids], wanted))
     assert share.attention_output(q.shape).eq(9).all()
     assert share.experts_output(routed.x.shape, routed.x.dtype).eq(8).all()
     q.zero_()

@@ -13,33 +13,33 @@ from tests.runtime.machines import GiB, invent_sys, write
 
 
 def test_cores_are_groups_of_hyperthreads_on_their_node(tmp_path: Path) -> None:
-    found = read_topology(sys=invent_sys(tmp_path), proc=tmp_path, allowed=range(16))
-    assert len(found.cores) == 8 and found.quota is None
-    assert found.cores[0] == Core(processors=(0, 8), node=0)
-    assert found.cores[7] == Core(processors=(7, 15), node=1)
+    result = read_topology(sys=invent_sys(tmp_path), proc=tmp_path, allowed=range(16))
+    assert len(result.cores) == 8 and result.quota is None
+    assert result.cores[0] == Core(processors=(0, 8), node=0)
+    assert result.cores[7] == Core(processors=(7, 15), node=1)
 
 
 def test_only_what_the_process_may_use_counts(tmp_path: Path) -> None:
-    found = read_topology(sys=invent_sys(tmp_path), proc=tmp_path, allowed={9, 2, 12, 4})
-    assert found.cores == (Core(processors=(2,)), Core(processors=(4, 12), node=1), Core(processors=(9,)))
+    result = read_topology(sys=invent_sys(tmp_path), proc=tmp_path, allowed={9, 2, 12, 4})
+    assert result.cores == (Core(processors=(2,)), Core(processors=(4, 12), node=1), Core(processors=(9,)))
 
 
 def test_nodes_have_their_memory_and_files_make_room(tmp_path: Path) -> None:
-    found = read_topology(sys=invent_sys(tmp_path), proc=tmp_path, allowed=range(16))
-    sizes = [(node.number, node.total_bytes, node.available_bytes) for node in found.nodes]
+    result = read_topology(sys=invent_sys(tmp_path), proc=tmp_path, allowed=range(16))
+    sizes = [(node.number, node.total_bytes, node.available_bytes) for node in result.nodes]
     assert sizes == [(0, 32 * GiB, 6 * GiB), (1, 64 * GiB, 44 * GiB)]  # node 2 has none
 
 
 def test_nodes_that_a_cpuset_forbids_are_not_there(tmp_path: Path) -> None:
     write(tmp_path / "self/status", "Name:\tx\nMems_allowed_list:\t1-2")
-    found = read_topology(sys=invent_sys(tmp_path), proc=tmp_path, allowed=range(16))
-    assert [node.number for node in found.nodes] == [1]
+    result = read_topology(sys=invent_sys(tmp_path), proc=tmp_path, allowed=range(16))
+    assert [node.number for node in result.nodes] == [1]
 
 
 def test_without_sys_every_processor_is_a_core(tmp_path: Path) -> None:
-    found = read_topology(sys=tmp_path, proc=tmp_path, allowed=[3, 1])
-    assert found.cores == (Core(processors=(1,)), Core(processors=(3,)))
-    assert found.nodes == ()
+    result = read_topology(sys=tmp_path, proc=tmp_path, allowed=[3, 1])
+    assert result.cores == (Core(processors=(1,)), Core(processors=(3,)))
+    assert result.nodes == ()
 
 
 @pytest.mark.parametrize("garbage", ["x", "1-", "-", "0-x", ""])
@@ -47,14 +47,14 @@ def test_a_list_that_is_none_is_ignored(tmp_path: Path, garbage: str) -> None:
     root = invent_sys(tmp_path)
     write(root / "devices/system/cpu/cpu0/topology/thread_siblings_list", garbage)
     write(root / "devices/system/node/online", garbage)
-    found = read_topology(sys=root, proc=tmp_path, allowed=[0])
-    assert found.cores == (Core(processors=(0,)),) and found.nodes == ()
+    result = read_topology(sys=root, proc=tmp_path, allowed=[0])
+    assert result.cores == (Core(processors=(0,)),) and result.nodes == ()
 
 
 def test_the_real_machine() -> None:
-    found = read_topology()
-    assert {each for core in found.cores for each in core.processors} == os.sched_getaffinity(0)
-    assert all(0 < node.available_bytes <= node.total_bytes for node in found.nodes)
+    result = read_topology()
+    assert {processor for core in result.cores for processor in core.processors} == os.sched_getaffinity(0)
+    assert all(0 < node.available_bytes <= node.total_bytes for node in result.nodes)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_a_plug_says_node_and_rate(tmp_path: Path, speed: str, width: str, rate:
     card = root / "bus/pci/devices/0000:81:00.0"
     write(card / "max_link_speed", speed)
     write(card / "max_link_width", width)
-    found = read_plug("0000:81:00.0", sys=root)
-    assert found.node == 1
-    assert found.bytes_per_s == (None if rate is None else pytest.approx(rate, rel=0.01))
+    result = read_plug("0000:81:00.0", sys=root)
+    assert result.node == 1
+    assert result.bytes_per_s == (None if rate is None else pytest.approx(rate, rel=0.01))
 
 
 def test_a_plug_that_nobody_knows(tmp_path: Path) -> None:
@@ -90,5 +90,5 @@ def test_a_plug_that_nobody_knows(tmp_path: Path) -> None:
 def test_a_real_device_is_plugged_in_somewhere() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    found = pci_slot_of(torch.device(device.type, 0))
-    assert found is None or Path("/sys/bus/pci/devices", found.address).is_dir()
+    result = pci_slot_of(torch.device(device.type, 0))
+    assert result is None or Path("/sys/bus/pci/devices", result.address).is_dir()

@@ -99,14 +99,14 @@ def test_every_pass_of_an_engine_is_valid(
 
     monkeypatch.setattr(ScheduleCache, "use", validating)
     generate(open_policy(model, devices, schedule=schedule))
-    micro_batches = [each for shape in seen for each in shape.micro_batches]
+    micro_batches = [batch for shape in seen for batch in shape.micro_batches]
     crosses = devices in ("device attention", "cache on both", "experts on the host")
-    assert any(each.context for each in micro_batches) == crosses
-    assert any(each.continues for each in micro_batches) == crosses
-    stayed = sum(each.device_context for each in micro_batches), sum(each.device_tokens for each in micro_batches)
+    assert any(batch.context for batch in micro_batches) == crosses
+    assert any(batch.continues for batch in micro_batches) == crosses
+    stayed = sum(batch.device_context for batch in micro_batches), sum(batch.device_tokens for batch in micro_batches)
     assert all(stayed) == any(stayed) == (devices == "cache on both")
     if devices == "cache on both":
-        new, seen = sum(each.tokens for each in micro_batches), sum(each.context for each in micro_batches)
+        new, seen = sum(batch.tokens for batch in micro_batches), sum(batch.context for batch in micro_batches)
         assert stayed[0] / seen == pytest.approx(0.6, abs=0.15)
         assert stayed[1] / new == pytest.approx(0.6, abs=0.15)
 

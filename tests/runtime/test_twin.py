@@ -21,9 +21,9 @@ KIB = 1 << 10
 
 
 def test_habits_are_written_in_one_word() -> None:
-    found = find_machine("twin:fp16,link=12GB/s,launch=5us,memory=16GiB")
-    assert found.habits == TwinHabits(fp16=True, link_bytes_per_s=12e9, launch_s=5e-6, memory_bytes=16 << 30)
-    assert (found.twin, found.bf16, found.device_memory_bytes()) == (True, False, 16 << 30)
+    result = find_machine("twin:fp16,link=12GB/s,launch=5us,memory=16GiB")
+    assert result.habits == TwinHabits(fp16=True, link_bytes_per_s=12e9, launch_s=5e-6, memory_bytes=16 << 30)
+    assert (result.twin, result.bf16, result.device_memory_bytes()) == (True, False, 16 << 30)
     assert find_machine("twin:fp16") == Machine(device=CPU, discrete=True, twin=True, bf16=False)
     assert find_machine("twin:launch=1.5ms").habits.launch_s == pytest.approx(1.5e-3)
     with pytest.raises(ConfigError, match="--device-memory is needed for a twin"):
@@ -89,27 +89,27 @@ def test_tensors_of_its_lanes_take_memory_until_they_are_freed() -> None:
     """Views, results in place and what the host allocates take none."""
     machine = find_machine("twin:memory=64KiB")
     lanes = open_lanes(machine)
-    memory, kept = machine.memory, list[torch.Tensor]()
+    memory, retained = machine.memory, list[torch.Tensor]()
     assert memory is not None
     outside = torch.zeros(1 << 20)
 
     def allocate() -> None:
-        mine = torch.empty(8 * KIB, dtype=torch.uint8)
-        kept.append(mine[:16].view(torch.float32).add_(outside[:4]))
-        kept.append(mine + 1)
+        selected = torch.empty(8 * KIB, dtype=torch.uint8)
+        retained.append(selected[:16].view(torch.float32).add_(outside[:4]))
+        retained.append(selected + 1)
 
     submitted(lanes[Lane.DEVICE], allocate)
     assert memory.used == 16 * KIB
-    submitted(lanes[Lane.CPU], lambda: kept.append(torch.empty(1 << 20)))
+    submitted(lanes[Lane.CPU], lambda: retained.append(torch.empty(1 << 20)))
     assert (memory.used, device_peak(machine).reserved) == (16 * KIB, 16 * KIB)
-    del kept[1]
+    del retained[1]
     gc.collect()
     assert memory.used == 8 * KIB
-    kept.clear()
-    submitted(lanes[Lane.H2D], lambda: kept.append(torch.empty(60 * KIB, dtype=torch.uint8)))
+    retained.clear()
+    submitted(lanes[Lane.H2D], lambda: retained.append(torch.empty(60 * KIB, dtype=torch.uint8)))
     assert memory.used == 60 * KIB
     with pytest.raises(torch.OutOfMemoryError, match=r"twin out of memory: 8.0KiB more than 60.0KiB of 64.0KiB"):
-        submitted(lanes[Lane.DEVICE], lambda: kept.append(torch.empty(8 * KIB, dtype=torch.uint8)))
+        submitted(lanes[Lane.DEVICE], lambda: retained.append(torch.empty(8 * KIB, dtype=torch.uint8)))
     assert (memory.used, device_peak(machine).allocated) == (60 * KIB, 60 * KIB)
     for lane in lanes.values():
         lane.close()

@@ -36,12 +36,12 @@ def chains(draw: st.DrawFn, builder: str, layout: Layout | None = None) -> Chain
     shapes: list[PassShape] = []
     schedules: list[Schedule] = []
     prefetched = 0
-    for each in passes:
+    for item in passes:
         routed_only = builder in ON_DEMAND_SCHEDULES and not layout.turn_parts and draw(st.booleans())
         ahead = routed_only and draw(st.booleans())
         shapes.append(
             PassShape(
-                micro_batches=each,
+                micro_batches=item,
                 prefetched=prefetched,
                 wraps=draw(st.booleans()),
                 routed_only=routed_only,
@@ -87,12 +87,12 @@ def check_weights_cross_once_a_pass(layout: Layout, shapes: list[PassShape], sch
                 times[task.page][task.kind] += 1
                 size = len(layout.parts[task.page.part])
                 assert task.bytes == (0 if task.kind is TaskKind.PREFETCHED_PAGE else size)
-    whole = sum(not shape.routed_only for shape in (*shapes[:-1], last))
+    full = sum(not shape.routed_only for shape in (*shapes[:-1], last))
     for k, (page, from_disk) in enumerate(zip(layout.streamed, layout.from_disk, strict=True)):
         crossings = {
             kind: count for kind, count in times[page].items() if count and kind is not TaskKind.PREFETCHED_PAGE
         }
-        wanted = whole + sum(shape.routed_only and k < shape.prefetched for shape in shapes)
+        wanted = full + sum(shape.routed_only and k < shape.prefetched for shape in shapes)
         stages = [] if layout.pinned_pages else [TaskKind.STAGE_PAGE]
         steps = [TaskKind.READ_PAGE] if from_disk else stages
         steps += [TaskKind.SEND_PAGE] * layout.pages_cross
@@ -125,16 +125,16 @@ def check_crossings(layout: Layout, shape: PassShape, schedule: Schedule) -> Non
     """Attention's inputs down and output up, or the context up and new keys and values down; a fresh prompt's keys and
     values down; hidden states both ways, and what chose their experts down, where the CPU computes some. Nothing else,
     and nothing without a link."""
-    found: dict[tuple[int, int], list[tuple[Lane, int]]] = {}
+    result: dict[tuple[int, int], list[tuple[Lane, int]]] = {}
     for task in schedule.tasks:
         if not task.kind.moves_page and task.bytes:
-            found.setdefault((task.layer, task.micro_batch), []).append((task.lane, task.bytes))
+            result.setdefault((task.layer, task.micro_batch), []).append((task.lane, task.bytes))
     if not layout.discrete:
-        assert not found
+        assert not result
         return
     for j, micro_batch in enumerate(shape.micro_batches):
         for layer in range(layout.model.num_layers):
-            assert found.get((layer, j), []) == crossings(layout, micro_batch, layer)
+            assert result.get((layer, j), []) == crossings(layout, micro_batch, layer)
 
 
 def check_what_is_carried(layout: Layout, shape: PassShape, schedule: Schedule) -> None:

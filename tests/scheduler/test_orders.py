@@ -111,10 +111,10 @@ def test_the_next_context_crosses_while_the_device_works() -> None:
     """S4: with contexts slower than compute, a layer takes its contexts and its block: the link rests only where a
     pass ends."""
     seconds = {"w": 4.0, "load_kv": 1.5, "attention": 0.2, "post_attention": 1.0, "pre_attention": 0.1}
-    found = steady_pass(build("flexgen", GPU_ATTENDS), price(**seconds))
-    assert found.seconds == pytest.approx(LAYERS * (4.0 + N * 1.5) + 1.3, abs=0.11)
-    loads = {s.task.micro_batch: s for s in spans(found.timeline, TaskKind.LOAD_KV) if s.task.layer == 2}
-    for s in spans(found.timeline, TaskKind.ATTENTION):
+    result = steady_pass(build("flexgen", GPU_ATTENDS), price(**seconds))
+    assert result.seconds == pytest.approx(LAYERS * (4.0 + N * 1.5) + 1.3, abs=0.11)
+    loads = {s.task.micro_batch: s for s in spans(result.timeline, TaskKind.LOAD_KV) if s.task.layer == 2}
+    for s in spans(result.timeline, TaskKind.ATTENTION):
         if s.task.layer == 2 and 1 < s.task.micro_batch < N - 1:  # the context of 2 stands behind the block
             assert loads[s.task.micro_batch + 1].start_s <= s.start_s
 
@@ -139,8 +139,8 @@ def test_with_layers_of_their_own_experts_hide_no_contexts_but_one(w: float, con
     experts = (N - 1) * e + max(e, context_s)
     # The last layer has no next context to bring up beside its experts; the first pays for its own instead.
     at_the_end = (max(e, context_s) - e - context_s) / LAYERS
-    found = layer_s(build("flexgen-loop", GPU_ATTENDS), **seconds)
-    assert found == pytest.approx(attention + experts - at_the_end)
+    result = layer_s(build("flexgen-loop", GPU_ATTENDS), **seconds)
+    assert result == pytest.approx(attention + experts - at_the_end)
 
 
 def test_module_runs_a_layers_experts_once() -> None:
@@ -163,8 +163,8 @@ def test_module_without_a_link_reads_pages_beside_compute() -> None:
         return TaskCost(seconds=_of(task, seconds))
 
     for inline in (False, True):
-        found = steady_pass(build("module", layout), cost, inline=inline)
-        assert found.seconds / LAYERS == pytest.approx(max(PAGES * 1.0, 2.0 + N * 0.6), rel=0.05)
+        result = steady_pass(build("module", layout), cost, inline=inline)
+        assert result.seconds / LAYERS == pytest.approx(max(PAGES * 1.0, 2.0 + N * 0.6), rel=0.05)
 
 
 NO_LINK = small_layout((True,) * LAYERS, experts=PAGES, discrete=False)
@@ -181,10 +181,10 @@ def test_flexgens_block_one_level_down(n: int, w: float) -> None:
         return TaskCost(seconds=_of(task, seconds))
 
     for inline in (False, True):
-        found = {name: steady_pass(build(name, NO_LINK, n=n), cost, inline=inline) for name in ("flexgen", "cgopipe")}
+        result = {name: steady_pass(build(name, NO_LINK, n=n), cost, inline=inline) for name in ("flexgen", "cgopipe")}
         behind = max(n * c, w + (1.0 if n > 1 else 0.0))
-        assert found["flexgen"].seconds / LAYERS == pytest.approx(behind, rel=1e-6)
-        assert found["cgopipe"].seconds / LAYERS == pytest.approx(max(n * c, w), rel=1e-6)
+        assert result["flexgen"].seconds / LAYERS == pytest.approx(behind, rel=1e-6)
+        assert result["cgopipe"].seconds / LAYERS == pytest.approx(max(n * c, w), rel=1e-6)
 
 
 @pytest.mark.parametrize("w", [0.1, 3.0, 12.0])
@@ -197,8 +197,8 @@ def test_flexgens_loop_one_level_down(w: float) -> None:
         return TaskCost(seconds=_of(task, seconds))
 
     for inline in (False, True):
-        found = steady_pass(build("flexgen-loop", NO_LINK), cost, inline=inline)
-        assert found.seconds / LAYERS == pytest.approx(max(w, 0.5) + (N - 1) * 0.5 + N * 1.0, rel=1e-6)
+        result = steady_pass(build("flexgen-loop", NO_LINK), cost, inline=inline)
+        assert result.seconds / LAYERS == pytest.approx(max(w, 0.5) + (N - 1) * 0.5 + N * 1.0, rel=1e-6)
 
 
 def test_the_published_orders_bring_every_page() -> None:

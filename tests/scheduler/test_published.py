@@ -74,12 +74,12 @@ def test_s1_over_s4_is_what_was_measured(ablation: ModuleType) -> None:
 def test_paging_removes_most_of_the_binding_lanes_idle_time(ablation: ModuleType) -> None:
     """At the paper's T4 and L4 policies, on the measured links (where those bind) and on the assumed ones (where the
     GPU does)."""
-    found = ablation.idle_figures()
-    assert len(found) == 6
-    assert {each.lane for each in found} == {Lane.H2D, Lane.DEVICE}
-    for each in found:
-        assert each.s2.idle_s(each.lane) > 0.2 * each.s2.seconds
-        assert each.removed > 0.5
+    result = ablation.idle_figures()
+    assert len(result) == 6
+    assert {item.lane for item in result} == {Lane.H2D, Lane.DEVICE}
+    for item in result:
+        assert item.s2.idle_s(item.lane) > 0.2 * item.s2.seconds
+        assert item.removed > 0.5
 
 
 @pytest.mark.thorough
@@ -88,8 +88,8 @@ def test_forty_runs_are_ranked_as_they_were_measured(ablation: ModuleType, rows:
     assert ablation.rank_correlation(rows) >= 0.9
     for system in {row.system for row in rows}:
         assert ablation.rank_correlation([row for row in rows if row.system == system]) > 0.8
-    own = [abs(row.error) for row in rows if row.system.startswith("MoE-Lightning")]
-    assert max(own) < 0.2
+    original = [abs(row.error) for row in rows if row.system.startswith("MoE-Lightning")]
+    assert max(original) < 0.2
 
 
 def test_the_page_shows_these_very_figures(ablation: ModuleType, rows: Any) -> None:

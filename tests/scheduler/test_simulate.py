@@ -77,17 +77,17 @@ def fluid(job: Job, dram: int) -> list[Fraction]:
     return [end for end in ends if end is not None]
 
 
-def fair_speeds(shares: dict[int, Fraction], whole: Fraction) -> dict[int, Fraction]:
+def fair_speeds(shares: dict[int, Fraction], full: Fraction) -> dict[int, Fraction]:
     """Raise everybody's bandwidth together until each has what it wants or there is no more."""
-    given = dict.fromkeys(shares, Fraction(0))
+    inputs = dict.fromkeys(shares, Fraction(0))
     while True:
-        hungry = [p for p in shares if given[p] < shares[p]]
-        left = whole - sum(given.values())
+        hungry = [p for p in shares if inputs[p] < shares[p]]
+        left = full - sum(inputs.values())
         if not hungry or not left:
-            return {p: given[p] / share if share else Fraction(1) for p, share in shares.items()}
-        more = min(left / len(hungry), *(shares[p] - given[p] for p in hungry))
+            return {p: inputs[p] / share if share else Fraction(1) for p, share in shares.items()}
+        more = min(left / len(hungry), *(shares[p] - inputs[p] for p in hungry))
         for p in hungry:
-            given[p] += more
+            inputs[p] += more
 
 
 def longest_chain(job: Job) -> float:
@@ -114,8 +114,8 @@ def test_it_is_the_list_schedule(job: Job, start: int) -> None:
 @examples(200)
 @given(job=jobs(), dram=st.integers(1, 60))
 def test_lanes_share_host_memory_as_fluid_does(job: Job, dram: int) -> None:
-    found = ends(simulate_pass(job[0], price(job), dram_bytes_per_s=dram))
-    assert found == pytest.approx([float(end) for end in fluid(job, dram)], abs=1e-4)
+    result = ends(simulate_pass(job[0], price(job), dram_bytes_per_s=dram))
+    assert result == pytest.approx([float(end) for end in fluid(job, dram)], abs=1e-4)
 
 
 @examples(200)
@@ -181,8 +181,8 @@ def test_pages_are_carried_from_pass_to_pass() -> None:
         sent = [span for span in before.spans if span.task.kind is TaskKind.SEND_PAGE]
         assert prefetched[0].start_s >= max(span.end_s for span in sent)
         assert prefetched[-1].end_s > before.end_s  # still on its way when the next pass began
-        own = [span.start_s for span in after.spans if span not in prefetched]
-        assert min(own) >= before.end_s
+        original = [span.start_s for span in after.spans if span not in prefetched]
+        assert min(original) >= before.end_s
     # The link never rests: a pass takes what its twelve pages and hidden states take.
     assert timelines[2].end_s - timelines[1].end_s == pytest.approx(12 * 4.0 + 12 * 0.25)
     steady = steady_pass(then, paged)
@@ -197,7 +197,9 @@ def test_every_task_says_what_it_waited_for_last() -> None:
     """In its own pass or, of a page that was fetched ahead, in the one before."""
     schedules = [cgopipe(4, prefetched=0), cgopipe(4, prefetched=4), cgopipe(4, prefetched=4)]
     before: dict[Page, list[Task]] = {}
-    for schedule, timeline in zip(schedules, simulate_passes([(each, paged) for each in schedules]), strict=True):
+    for schedule, timeline in zip(
+        schedules, simulate_passes([(schedule, paged) for schedule in schedules]), strict=True
+    ):
         listed = [position for position in range(len(schedule.tasks)) if position not in schedule.prefetched_next]
         spans = dict(zip(listed, timeline.spans, strict=True))
         for position, span in spans.items():

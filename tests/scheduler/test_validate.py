@@ -95,13 +95,13 @@ def without(schedule: Schedule, position: int) -> Schedule:
 
 def swapped(schedule: Schedule, position: int) -> Schedule:
     """Exchange a task and the next one."""
-    there = {position: position + 1, position + 1: position}
+    present = {position: position + 1, position + 1: position}
     tasks = [
-        replace(task, deps=tuple(there.get(dep, dep) for dep in task.deps))
-        for task in (schedule.tasks[there.get(at, at)] for at in range(len(schedule.tasks)))
+        replace(task, deps=tuple(present.get(dep, dep) for dep in task.deps))
+        for task in (schedule.tasks[present.get(at, at)] for at in range(len(schedule.tasks)))
     ]
     return replace(
-        schedule, tasks=tuple(tasks), prefetched_next=tuple(there.get(p, p) for p in schedule.prefetched_next)
+        schedule, tasks=tuple(tasks), prefetched_next=tuple(present.get(p, p) for p in schedule.prefetched_next)
     )
 
 
@@ -148,11 +148,11 @@ def test_decoding_micro_batches_go_through_layers_in_place_in_one_task(builder: 
     schedule = SCHEDULES.get(builder)(layout, shape)
     validate(schedule, layout, shape)
     VirtualMachine(layout, Random(0)).run(schedule, shape)
-    whole = [task for task in schedule.tasks if task.kind is TaskKind.LAYERS]
-    assert {task.micro_batch for task in whole} == {0}
-    covered = sorted(layer for task in whole for layer in task.layers or ())
+    full = [task for task in schedule.tasks if task.kind is TaskKind.LAYERS]
+    assert {task.micro_batch for task in full} == {0}
+    covered = sorted(layer for task in full for layer in task.layers or ())
     assert covered == sorted(set(range(4)) - set(moving))
-    assert len(whole) < len(covered)
+    assert len(full) < len(covered)
     phases = {(task.layer, task.micro_batch) for task in schedule.tasks if task.kind is TaskKind.CPU_ATTENTION}
     assert phases == {(layer, 0) for layer in moving} | {(layer, 1) for layer in range(4)}
 

@@ -89,19 +89,19 @@ def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counte
     Experts run per micro-batch, or once for all where the schedule has such a task. They are separate from their router
     in the second case, and where only routed pages move.
     """
-    whole = any(task.kind is TaskKind.EXPERTS and task.micro_batch == ALL for task in schedule.tasks)
+    full = any(task.kind is TaskKind.EXPERTS and task.micro_batch == ALL for task in schedule.tasks)
     expected: Counter[tuple[TaskKind, int, int]] = Counter()
     for layer in range(layout.model.num_layers):
-        apart = layout.model.moe_layers[layer] and (whole or shape.routed_only)
-        expected[TaskKind.EXPERTS, layer, ALL] += (apart and whole) * _turns(layout, shape, layer)
+        apart = layout.model.moe_layers[layer] and (full or shape.routed_only)
+        expected[TaskKind.EXPERTS, layer, ALL] += (apart and full) * _turns(layout, shape, layer)
         if apart and shape.routed_only:
-            expected.update(_fetches(layout, shape, layer, whole=whole))
+            expected.update(_fetches(layout, shape, layer, full=full))
         for j, micro_batch in enumerate(shape.micro_batches):
             together = shape.whole_layers and micro_batch.decodes and schedule.builder not in APART
             if together and (layers := whole_layers(layout, layer)) is not None:
                 expected[TaskKind.LAYERS, layer, j] += layers.start == layer
                 continue
-            experts = (TaskKind.ROUTE,) if apart and whole else _expert_kinds(layout, layer, apart=apart)
+            experts = (TaskKind.ROUTE,) if apart and full else _expert_kinds(layout, layer, apart=apart)
             for kind in (TaskKind.PRE_ATTENTION, *_attention_kinds(layout, micro_batch), *experts):
                 expected[kind, layer, j] += 1
     for j, micro_batch in enumerate(shape.micro_batches):
@@ -127,7 +127,7 @@ def _turns(layout: Layout, shape: PassShape, layer: int) -> int:
     return -(-pages // layout.turn_parts) if layout.turn_parts and pages and not shape.routed_only else 1
 
 
-def _fetches(layout: Layout, shape: PassShape, layer: int, *, whole: bool) -> Iterator[tuple[TaskKind, int, int]]:
+def _fetches(layout: Layout, shape: PassShape, layer: int, *, full: bool) -> Iterator[tuple[TaskKind, int, int]]:
     """Extra tasks of an on-demand pass: chosen experts over each lane, prefetches for the next layer with experts, and
     on a CPU the resident experts, which wait for no transfer."""
     micro_batches, coming = range(len(shape.micro_batches)), coming_layer(layout, layer)
@@ -136,7 +136,7 @@ def _fetches(layout: Layout, shape: PassShape, layer: int, *, whole: bool) -> It
     if shape.ahead and coming is not None:
         yield TaskKind.SEND_AHEAD if layout.pages_cross else TaskKind.READ_AHEAD, coming, ALL
         yield from ((TaskKind.PREDICT_EXPERTS, layer, j) for j in micro_batches if shape.predict_experts)
-    if not layout.discrete and not whole:
+    if not layout.discrete and not full:
         yield from ((TaskKind.RESIDENT_EXPERTS, layer, j) for j in micro_batches)
 
 
@@ -152,14 +152,14 @@ def chosen_task(layout: Layout, kind: TaskKind, layer: int) -> Task:
     if kind in AHEAD_KINDS:
         return Task(kind=kind, lane=lane, layer=layer)
     second = lane is not layout.page_lanes[0]
-    there = "chosen" if lane is layout.page_lanes[-1] else "chosen_pinned"
+    present = "chosen" if lane is layout.page_lanes[-1] else "chosen_pinned"
     return Task(
         kind=kind,
         lane=lane,
         layer=layer,
         bytes=layout.most_chosen_bytes(layer, lane),
         reads=(Buffer(space="chosen_pinned", index=layer),) if second else (),
-        writes=(Buffer(space=there, index=layer),),
+        writes=(Buffer(space=present, index=layer),),
     )
 
 
@@ -176,8 +176,8 @@ def _attention_kinds(layout: Layout, micro_batch: MicroBatchShape) -> tuple[Task
 def _expert_kinds(layout: Layout, layer: int, *, apart: bool) -> tuple[TaskKind, ...]:
     if not layout.cpu_layers[layer]:
         return (TaskKind.ROUTE, TaskKind.EXPERTS) if apart else (TaskKind.POST_ATTENTION,)
-    there = (TaskKind.OFFLOAD_HIDDEN, TaskKind.CPU_EXPERTS, TaskKind.LOAD_EXPERTS, TaskKind.COMBINE)
-    return (TaskKind.ROUTE, *there, *((TaskKind.EXPERTS,) if layout.experts == "split" else ()))
+    present = (TaskKind.OFFLOAD_HIDDEN, TaskKind.CPU_EXPERTS, TaskKind.LOAD_EXPERTS, TaskKind.COMBINE)
+    return (TaskKind.ROUTE, *present, *((TaskKind.EXPERTS,) if layout.experts == "split" else ()))
 
 
 def loads_context(layout: Layout, micro_batch: MicroBatchShape) -> bool:
@@ -226,7 +226,7 @@ def _shared_buffers(
         return (), (Buffer(space="cache", index=step),)
     if kind is TaskKind.LOAD_KV:
         earlier = range(step - j, step) if shape.micro_batches[j].continues else range(0)
-        return tuple(Buffer(space="cache", index=each) for each in earlier), context
+        return tuple(Buffer(space="cache", index=item) for item in earlier), context
     return (), ()
 
 
@@ -379,9 +379,9 @@ def _check_phases(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
     wanted = phase_counts(schedule, layout, shape)
     if done != wanted:
         missing, extra = wanted - done, done - wanted
-        what, which = ("misses", missing) if missing else ("repeats or invents", extra)
+        label, which = ("misses", missing) if missing else ("repeats or invents", extra)
         kind, layer, j = next(iter(which))
-        raise ScheduleError(f"the pass {what} {kind}({layer},{j})")
+        raise ScheduleError(f"the pass {label} {kind}({layer},{j})")
     for task in cost_model:
         _compare(task, phase(layout, shape, task.kind, task.layer, task.micro_batch, task.experts))
 
@@ -433,8 +433,8 @@ def _check_pages(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
             for k in pages_read(layout, task.layer, task.experts):
                 buffer = Buffer(space="ring", index=k % layout.ring_slots)
                 if held.get(buffer) != k:
-                    found, wanted = _held(layout, held, buffer), _page_name(layout, k)
-                    raise ScheduleError(f"{task.name} finds {found} in {buffer}, not {wanted}")
+                    result, wanted = _held(layout, held, buffer), _page_name(layout, k)
+                    raise ScheduleError(f"{task.name} finds {result} in {buffer}, not {wanted}")
     _check_prefetched(schedule, layout, shape, held, arrivals)
 
 
@@ -468,10 +468,10 @@ def _check_routed(schedule: Schedule, shape: PassShape, order: HappensBefore) ->
         elif task.kind in (TaskKind.EXPERTS, TaskKind.RESIDENT_EXPERTS):
             readers.append(position)
         elif task.kind in CHOSEN_KINDS or task.kind is TaskKind.OFFLOAD_HIDDEN:
-            done = [each for each in routers.get(task.layer, ()) if order(each, position)]
+            done = [item for item in routers.get(task.layer, ()) if order(item, position)]
             if len(done) < len(shape.micro_batches):
                 raise ScheduleError(f"{task.name} moves before every router of its layer has chosen")
-            if task.kind in CHOSEN_KINDS and not all(order(each, position) for each in readers):
+            if task.kind in CHOSEN_KINDS and not all(order(reader, position) for reader in readers):
                 raise ScheduleError(f"{task.name} moves while experts of an earlier layer still read")
         elif task.page is not None and task.kind is not TaskKind.PREFETCHED_PAGE:
             raise ScheduleError(f"{task.name} names a page before anybody chose it")
@@ -504,14 +504,14 @@ def _compare(task: Task, wanted: Task) -> None:
     if replace(task, deps=()) == wanted:
         return
     for field in _COMPARED:
-        found, right = getattr(task, field), getattr(wanted, field)
-        if found != right:
-            raise ScheduleError(f"{task.name}: {field} is {found!s}, not {right!s}")
+        result, right = getattr(task, field), getattr(wanted, field)
+        if result != right:
+            raise ScheduleError(f"{task.name}: {field} is {result!s}, not {right!s}")
     raise ScheduleError(f"{task.name} is not {wanted.name}")
 
 
 def _check_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> None:
     wanted = expected_bytes(schedule, layout, shape)
-    found = {lane: size for lane, size in schedule.lane_bytes().items() if size}
-    if found != wanted:
-        raise ScheduleError(f"the pass moves {found} bytes, the ledger says {wanted}")
+    result = {lane: size for lane, size in schedule.lane_bytes().items() if size}
+    if result != wanted:
+        raise ScheduleError(f"the pass moves {result} bytes, the ledger says {wanted}")

@@ -11,5 +11,5 @@ from tests.serve.standing import Standing, standing
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
-    with standing(tmp_path_factory.mktemp("serve") / "data") as found:
-        yield found
+    with standing(tmp_path_factory.mktemp("serve") / "data") as result:
+        yield result

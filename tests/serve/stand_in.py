@@ -40,10 +40,10 @@ def answer(line: dict[str, Any]) -> dict[str, Any]:
 def rows_in(path: Path) -> set[str]:
     if not path.exists():
         return set()
-    whole = path.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    path.write_bytes(whole)
-    return {json.loads(line)["custom_id"] for line in whole.splitlines()}
+    full = path.read_bytes()
+    full = full[: full.rfind(b"\n") + 1]
+    path.write_bytes(full)
+    return {json.loads(line)["custom_id"] for line in full.splitlines()}
 
 
 def write_journal(path: Path, total: int, files: dict[str, Path], rows: dict[str, set[str]]) -> None:

@@ -69,23 +69,23 @@ class Standing:
         return self.until(batch, lambda now: now.status in {"completed", "failed", "cancelled", "expired"})
 
     def rows(self, file_id: str) -> list[Any]:
-        return [json.loads(each) for each in self.client.files.content(file_id).text.splitlines()]
+        return [json.loads(line) for line in self.client.files.content(file_id).text.splitlines()]
 
     def end(self, number: int = signal.SIGINT) -> int:
         """Send the signal, and return the exit code."""
         self.process.send_signal(number)
         code = self.process.wait()
-        for each in (self.said, self.client, self.http):
-            each.close()
+        for item in (self.said, self.client, self.http):
+            item.close()
         return code
 
 
 def until(ask: Callable[[], Any], holds: Callable[[Any], bool], within_s: float = 300.0) -> Any:
     deadline = time.monotonic() + within_s
-    while not holds(found := ask()):
-        assert time.monotonic() < deadline, found
+    while not holds(result := ask()):
+        assert time.monotonic() < deadline, result
         time.sleep(0.02)
-    return found
+    return result
 
 
 @contextlib.contextmanager

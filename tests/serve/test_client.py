@@ -47,8 +47,8 @@ def test_two_wait_for_one_another_and_counts_grow(server: Standing) -> None:
     assert server.client.batches.retrieve(second.id).status == "validating"
     with pytest.raises(openai.BadRequestError, match="is being read by batch_"):
         server.client.files.delete(first.input_file_id)
-    done = [server.finished(each) for each in (first, second)]
-    assert [each.status for each in done] == ["completed", "completed"]
+    done = [server.finished(item) for item in (first, second)]
+    assert [item.status for item in done] == ["completed", "completed"]
     assert done[0].completed_at <= done[1].in_progress_at
     assert server.client.files.delete(first.input_file_id).deleted
 
@@ -84,8 +84,8 @@ def test_one_that_will_not_leave_is_made_to(server: Standing) -> None:
 def test_a_batch_that_cannot_be_says_why(server: Standing, sent: bytes, code: str, line: int | None) -> None:
     failed = server.finished(server.begin(sent))
     assert failed.status == "failed" and failed.failed_at
-    (why,) = failed.errors.data
-    assert (why.code, why.line) == (code, line) and why.message
+    (reason,) = failed.errors.data
+    assert (reason.code, reason.line) == (code, line) and reason.message
     if failed.output_file_id:  # what was done before is offered, without the line that the kill tore
         assert [row["custom_id"] for row in server.rows(failed.output_file_id)] == ["r0"]
     assert bool(failed.output_file_id) == (code in {"job_refused", "worker_failed"})

@@ -173,8 +173,8 @@ def test_names_are_only_text(server: Standing, name: str, shown: str) -> None:
     file = server.http.post("/files", content=body, headers=kind).json()
     assert file["filename"] == shown
     assert file["id"] in stored(server)
-    there = server.http.get(f"/files/{file['id']}/content")
-    assert there.content == b"x" and name not in there.headers["content-disposition"]
+    present = server.http.get(f"/files/{file['id']}/content")
+    assert present.content == b"x" and name not in present.headers["content-disposition"]
 
 
 @pytest.mark.parametrize("token", [True, False])
@@ -214,10 +214,10 @@ def test_slow_senders_are_not_waited_for(server: Standing) -> None:
             connection.sendall(text.encode())
         assert slow[2].recv(4096).startswith(b"HTTP/1.1 200")
         slow[2].sendall(b"GET /h")
-        said = [all_of(connection) for connection in slow]
+        message = [all_of(connection) for connection in slow]
     assert time.monotonic() - begin > SLOW_SENDER_S / 2
-    assert b"" not in said[3:] and said[3].startswith(b"HTTP/1.1 408")
-    assert b"".join(said[:3]).rpartition(b"\r\n")[2] in (b"", b'{"status":"ok"}')
+    assert b"" not in message[3:] and message[3].startswith(b"HTTP/1.1 408")
+    assert b"".join(message[:3]).rpartition(b"\r\n")[2] in (b"", b'{"status":"ok"}')
     assert stored(server) == before
 
 
@@ -256,11 +256,11 @@ def test_what_is_no_http_is_told_so(server: Standing) -> None:
 
 
 def all_of(connection: socket.socket) -> bytes:
-    said = b""
+    message = b""
     with contextlib.suppress(ConnectionResetError):
         while more := connection.recv(4096):
-            said += more
-    return said
+            message += more
+    return message
 
 
 def test_a_full_disk_is_said(server: Standing, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def alive(pid: int) -> bool:
 
 def workers(data: Path) -> list[int]:
     began = data / "began.log"
-    return [int(each.split()[0]) for each in began.read_text().splitlines()] if began.exists() else []
+    return [int(line.split()[0]) for line in began.read_text().splitlines()] if began.exists() else []
 
 
 @pytest.mark.parametrize("kind", [Batch, StoredFile, jobs._JobStatus])
@@ -94,7 +94,7 @@ def test_one_worker_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="still works there"):
         until(seen.exists, bool)
         wait_until_free(Job(source=tmp_path, directory=directory_with(lock)), within_s=0)
-    assert [each.wait() for each in two] == [0, 0]
+    assert [item.wait() for item in two] == [0, 0]
     assert seen.read_text().split() == ["in", "out"] * 2
     assert begin(1).wait() == 1
     wait_until_free(Job(source=tmp_path, directory=lock.parent), within_s=1)
@@ -129,16 +129,16 @@ def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
     assert not store.add_batch(batch_of("b"))
     store.add_file(file_of("file-1"))
     for state, ways in MOVES.items():
-        for to in [each for each in MOVES if each != "validating"]:
+        for to in [item for item in MOVES if item != "validating"]:
             name = f"{state}-{to}"
             assert store.add_batch(batch_of(name, status=state))
             assert store.move(
                 name, to, counts=RowCounts(total=1), files={"output_file_id": file_of(f"out-{name}")}
             ) == (to in ways)
-            found = store.batch(name)
-            assert found is not None and found.status == (to if to in ways else state)
-            assert (store.file(f"out-{name}") is not None) == (to in ways) == (found.output_file_id is not None)
-            assert (getattr(found, f"{to}_at") is not None) == (to in ways)
+            result = store.batch(name)
+            assert result is not None and result.status == (to if to in ways else state)
+            assert (store.file(f"out-{name}") is not None) == (to in ways) == (result.output_file_id is not None)
+            assert (getattr(result, f"{to}_at") is not None) == (to in ways)
         assert store.add_batch(batch_of(state, status=state))
         assert store.cancel(state) == (state in {"validating", "in_progress"})
     store.close()
@@ -150,14 +150,14 @@ def test_a_batch_moves_along_its_states_only(tmp_path: Path) -> None:
 
 def work(data: DataDirectory, *, command: Command = stand_in, expire: bool = False) -> list[str]:
     """What a worker says until there is nothing left to do."""
-    said: list[str] = []
-    runner = JobRunner(command, say=said.append, pace=PACE)
+    message: list[str] = []
+    runner = JobRunner(command, say=message.append, pace=PACE)
     thread = WorkThread(Worker(data, runner, expire=expire).run)
     thread.start()
     until(data.store.open_batches, lambda left: not left)
     runner.stop()
     thread.finish()
-    return said
+    return message
 
 
 def test_a_window_that_is_over_ends_a_batch_only_if_asked(tmp_path: Path) -> None:
@@ -171,10 +171,10 @@ def test_a_window_that_is_over_ends_a_batch_only_if_asked(tmp_path: Path) -> Non
     begun.mkdir()
     (begun / "output.jsonl").write_bytes(lines(2) + b"{torn")
     work(data, expire=True)
-    found = {batch.id: batch for batch in data.store.page(Batch, None, 9)[0]}  # type: ignore[index]
-    assert {batch.status for batch in found.values()} == {"expired"}
+    result = {batch.id: batch for batch in data.store.page(Batch, None, 9)[0]}  # type: ignore[index]
+    assert {batch.status for batch in result.values()} == {"expired"}
     assert (begun / "output.jsonl").read_bytes() == lines(2)
-    assert found["batch_begun"].output_file_id and found["batch_waits"].output_file_id is None
+    assert result["batch_begun"].output_file_id and result["batch_waits"].output_file_id is None
     data.store.add_batch(batch_of("batch_late", endpoint=endpoint))
     work(data)
     late = data.store.batch("batch_late")
@@ -194,8 +194,8 @@ def test_a_disk_that_is_full_for_a_while_fails_no_batch(tmp_path: Path) -> None:
             raise failures.pop()
         return stand_in(job)
 
-    said = work(data, command=sometimes)
-    assert sum("tried again" in each for each in said) == 2
+    message = work(data, command=sometimes)
+    assert sum("tried again" in item for item in message) == 2
     done = data.store.batch("batch_1")
     assert done is not None and done.status == "completed"
     data.close()
@@ -232,19 +232,19 @@ def test_rows_of_a_real_job_survive_a_full_disk(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MOELIGHT_FAULT", "before_write:2:ENOSPC")
     data = DataDirectory(tmp_path / "data")
     prompts = [{**line(f"r{n}"), "body": {**line("")["body"], "max_tokens": 1}} for n in range(2)]
-    (data.files / "file-1").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    (data.files / "file-1").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     data.store.add_file(file_of("file-1"))
     data.store.add_batch(batch_of("batch_1", endpoint="/v1/chat/completions"))
     policy = tmp_path / "policy.yaml"
     policy.write_text("model: demo\nbatch_size: 1\nmicro_batch_size: 1\n")
     real = generate_command("demo", ("--sync-interval", "0", "--policy", str(policy)), line_format="openai")
     monkeypatch.setattr(jobs.subprocess, "Popen", forked_job)
-    said = work(data, command=real)
+    message = work(data, command=real)
     done = data.store.batch("batch_1")
-    assert done is not None and (done.status, done.counts) == ("completed", RowCounts(total=2, completed=2)), said
-    assert any("no space left on device); goes on once there is room" in each for each in said)
+    assert done is not None and (done.status, done.counts) == ("completed", RowCounts(total=2, completed=2)), message
+    assert any("no space left on device); goes on once there is room" in item for item in message)
     rows = (data.batches / "batch_1" / "output.jsonl").read_text().splitlines()
-    assert sorted(json.loads(each)["custom_id"] for each in rows) == ["r0", "r1"]
+    assert sorted(json.loads(row)["custom_id"] for row in rows) == ["r0", "r1"]
     data.close()
 
 
@@ -279,11 +279,11 @@ def test_a_batch_is_completed_only_if_its_rows_add_up(tmp_path: Path, wish: str,
     (data.files / "file-1").write_bytes(lines(2) + lines(1, wish).replace(b"r0", b"bad"))
     data.store.add_file(file_of("file-1"))
     data.store.add_batch(batch_of("batch_1", endpoint="/v1/chat/completions"))
-    assert sum("begun again" in each for each in work(data)) == 2
-    found = data.store.batch("batch_1")
-    assert found is not None and found.status == "failed"
-    assert (found.counts.total, found.counts.completed, found.counts.failed) == (3, 2, 0)
-    assert [each.code for each in found.errors] == ["worker_failed"] and said in found.errors[0].message
+    assert sum("begun again" in item for item in work(data)) == 2
+    result = data.store.batch("batch_1")
+    assert result is not None and result.status == "failed"
+    assert (result.counts.total, result.counts.completed, result.counts.failed) == (3, 2, 0)
+    assert [error.code for error in result.errors] == ["worker_failed"] and said in result.errors[0].message
     data.close()
 
 
@@ -295,7 +295,7 @@ def test_a_batch_whose_rows_are_gone_is_not_completed(tmp_path: Path) -> None:
     (data.batches / "batch_1").mkdir()
     (data.batches / "batch_1" / "output.jsonl").write_bytes(lines(2))
     work(data)
-    found = data.store.batch("batch_1")
-    assert found is not None and (found.status, found.counts.completed) == ("failed", 2)
-    assert found.errors[0].message == "2 of 3 rows are in the job's files"
+    result = data.store.batch("batch_1")
+    assert result is not None and (result.status, result.counts.completed) == ("failed", 2)
+    assert result.errors[0].message == "2 of 3 rows are in the job's files"
     data.close()

@@ -30,8 +30,8 @@ def watcher(root: Path) -> tuple[Watcher, JobRunner]:
 
 @contextlib.contextmanager
 def watching(root: Path) -> Iterator[None]:
-    found, runner = watcher(root)
-    thread = threading.Thread(target=found.run)
+    result, runner = watcher(root)
+    thread = threading.Thread(target=result.run)
     thread.start()
     try:
         yield
@@ -59,8 +59,8 @@ def test_what_is_dropped_is_answered(tmp_path: Path) -> None:
     with watching(root):
         until(lambda: (root / "failed" / "bad.jsonl").exists() and (root / "done" / "good.jsonl").exists(), bool)
         with (root / "good.jsonl").open("wb") as slow:  # the name again, written slowly
-            for each in lines(3).splitlines(keepends=True):
-                slow.write(each)
+            for line in lines(3).splitlines(keepends=True):
+                slow.write(line)
                 slow.flush()
                 time.sleep(SETTLE_S / 2)
         until((root / "done" / "good-2.jsonl").exists, bool)
@@ -113,7 +113,7 @@ def test_a_kill_between_two_moves_loses_nothing(tmp_path: Path, moved: tuple[str
         path.write_bytes(lines(1))
     (taken / "ending.json").write_text('{"to": "done", "stem": "a", "why": null}')
     with watching(tmp_path):
-        until(lambda: taken.exists() or (tmp_path / ".moelight" / "b.jsonl").exists(), lambda there: not there)
+        until(lambda: taken.exists() or (tmp_path / ".moelight" / "b.jsonl").exists(), lambda present: not present)
     assert {"done/a.jsonl", "done/a.output.jsonl"} <= set(names(tmp_path))
     assert (done / "a.jsonl").read_bytes() == (done / "a.output.jsonl").read_bytes() == lines(1)
 

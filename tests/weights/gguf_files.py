@@ -168,19 +168,19 @@ def save_numbers(
 
 def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """`conversion/base.py: ModelBase.modify_tensors`: gate and up of experts, and q, k and v, one after another."""
-    found = {}
+    result = {}
     for key, tensor in tensors.items():
         layer, _, part = key.rpartition(".attn_q.")
         if layer:
             rows = [tensors[f"{layer}.attn_{name}.{part}"] for name in "qkv"]
-            found[f"{layer}.attn_qkv.{part}"] = torch.cat(
+            result[f"{layer}.attn_qkv.{part}"] = torch.cat(
                 [row.reshape(-1, row.shape[-1]) if row.ndim > 1 else row for row in rows]
             )
         elif key.endswith("gate_exps.weight"):
-            found[key.replace("gate", "gate_up")] = torch.cat((tensor, tensors[key.replace("gate", "up")]), 1)
+            result[key.replace("gate", "gate_up")] = torch.cat((tensor, tensors[key.replace("gate", "up")]), 1)
         elif not any(part in key for part in (".attn_k.", ".attn_v.", "up_exps.weight")):
-            found[key] = tensor
-    return found
+            result[key] = tensor
+    return result
 
 
 def _kind(key: str, tensor: Tensor, experts: str) -> gguf.GGMLQuantizationType:
@@ -271,25 +271,25 @@ def _vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 def _tensors(name: str, model: PreTrainedModel, config: dict[str, Any], halves: bool) -> dict[str, Tensor]:
     """The tensors of a file as views of the parameters of ``model``."""
     arch = next(arch for arch, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == name)
-    names, found = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), dict[str, Tensor]()
+    names, result = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), dict[str, Tensor]()
     heads = config["num_attention_heads"]
-    for own, tensor in model.state_dict().items():
-        layer, value = own.split(".")[2] if "layers" in own else "", tensor
-        key = own.replace("e_score_correction_bias", "e_score_correction.bias")
+    for original, tensor in model.state_dict().items():
+        layer, value = original.split(".")[2] if "layers" in original else "", tensor
+        key = original.replace("e_score_correction_bias", "e_score_correction.bias")
         if ".experts." in key:
-            found |= _experts(f"blk.{layer}.ffn_", key.rpartition(".")[2], value, config["model_type"])
+            result |= _experts(f"blk.{layer}.ffn_", key.rpartition(".")[2], value, config["model_type"])
         elif "kv_b_proj" in key and halves:
             both = value.view(heads, config["qk_nope_head_dim"] + config["v_head_dim"], config["kv_lora_rank"])
             k, v = both.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
-            found |= {f"blk.{layer}.attn_k_b.weight": k.transpose(1, 2), f"blk.{layer}.attn_v_b.weight": v}
+            result |= {f"blk.{layer}.attn_k_b.weight": k.transpose(1, 2), f"blk.{layer}.attn_v_b.weight": v}
         else:
             if name == "llama" and (".q_proj" in key or ".k_proj" in key):
                 count = heads if ".q_proj" in key else config["num_key_value_heads"]
                 value = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2)
             theirs = names.get_name(key, try_suffixes=(".weight", ".bias"))
             assert theirs is not None, key
-            found[theirs if theirs.endswith((".weight", ".bias")) else f"{theirs}.weight"] = value
-    return found
+            result[theirs if theirs.endswith((".weight", ".bias")) else f"{theirs}.weight"] = value
+    return result
 
 
 def _experts(prefix: str, matrix: str, value: Tensor, family: str) -> dict[str, Tensor]:

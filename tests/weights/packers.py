@@ -12,17 +12,17 @@ BIT_COUNTS = (2, 4, 8)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def same_bits(found: Tensor, wanted: Tensor) -> None:
+def same_bits(result: Tensor, wanted: Tensor) -> None:
     """Equal to the bit, except that any NaN equals any other."""
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape
-    lost = found.isnan() & wanted.isnan()
-    whole = torch.int32 if found.dtype == torch.float32 else torch.int16
-    assert torch.equal(found.view(whole)[~lost], wanted.view(whole)[~lost])
+    assert result.dtype == wanted.dtype and result.shape == wanted.shape
+    lost = result.isnan() & wanted.isnan()
+    full = torch.int32 if result.dtype == torch.float32 else torch.int16
+    assert torch.equal(result.view(full)[~lost], wanted.view(full)[~lost])
 
 
-def numbers(matrix: StoredMatrix, *, most: int = 256) -> Tensor:
-    """All numbers of ``matrix``, unpacked in blocks of ``most`` rows."""
-    blocks = row_blocks(matrix.stored, matrix.read(), matrix.rows, matrix.columns, max_rows=most)
+def numbers(matrix: StoredMatrix, *, maximum: int = 256) -> Tensor:
+    """All numbers of ``matrix``, unpacked in blocks of ``maximum`` rows."""
+    blocks = row_blocks(matrix.stored, matrix.read(), matrix.rows, matrix.columns, max_rows=maximum)
     return torch.cat([block for _, block in blocks])
 
 
@@ -30,8 +30,8 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
     """Codes [n, m] as int32 words [n x bits / 32, m]: the first row is in the lowest bits."""
     per_word = 32 // bits
     words = torch.zeros(len(codes) // per_word, codes.shape[1], dtype=torch.int64)
-    for place in range(per_word):
-        words |= codes[place::per_word].long() << (bits * place)
+    for position in range(per_word):
+        words |= codes[position::per_word].long() << (bits * position)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 

@@ -52,8 +52,8 @@ def _gptq(bits: int, *, ordered: bool) -> Method:
             codes, order = codes[:, moved], order[moved]
         return pack_gptq(codes, zeros, scales, order, bits, 1)
 
-    given = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": ordered, "sym": False}
-    return Method(given, pack)
+    inputs = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": ordered, "sym": False}
+    return Method(inputs, pack)
 
 
 def _packed(bits: int) -> Method:
@@ -68,8 +68,8 @@ def _packed(bits: int) -> Method:
             ".weight_shape": torch.tensor(weight.shape),
         }
 
-    given = _compressed("pack-quantized", num_bits=bits, strategy="group", group_size=GROUP, symmetric=False)
-    return Method(given.config, pack)
+    inputs = _compressed("pack-quantized", num_bits=bits, strategy="group", group_size=GROUP, symmetric=False)
+    return Method(inputs.config, pack)
 
 
 def _awq(weight: Tensor) -> dict[str, Tensor]:
@@ -86,14 +86,14 @@ def _fp8(weight: Tensor, block: int = GROUP) -> dict[str, Tensor]:
     return {".weight": codes.to(torch.float8_e4m3fn), ".weight_scale_inv": scale}
 
 
-def _compressed(stored_as: str, **given: Any) -> Method:
-    args = QuantizationArgs(**given)
+def _compressed(stored_as: str, **inputs: Any) -> Method:
+    args = QuantizationArgs(**inputs)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
 
     def pack(weight: Tensor) -> dict[str, Tensor]:
         width = weight.shape[1] if args.strategy == "channel" else GROUP
-        most = {8: 448.0 if args.type == "float" else 127.0, 4: 6.0 if args.type == "float" else 7.0}[args.num_bits]
-        scale = weight.float().unflatten(1, (-1, width)).abs().amax(-1).clamp_min(1e-4) / most
+        maximum = {8: 448.0 if args.type == "float" else 127.0, 4: 6.0 if args.type == "float" else 7.0}[args.num_bits]
+        scale = weight.float().unflatten(1, (-1, width)).abs().amax(-1).clamp_min(1e-4) / maximum
         if stored_as.startswith("mxfp4"):
             scale = torch.exp2(scale.log2().ceil())
         state = {"weight": weight, "weight_scale": scale.bfloat16()}
@@ -130,19 +130,19 @@ def quantise(source: Path, out: Path, method: Method, packs: Callable[[str], Pac
     stored = config | {"quantization_config": method.config}
     quantization = read_quantization(HFConfig(stored, where="config.json"))
     assert quantization is not None
-    tensors, numbers = {}, {}
+    tensors, values = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
         fits = tensor.ndim == 2 and name.endswith(".weight") and tensor.shape[0] % 8 == tensor.shape[1] % GROUP == 0
         form = quantization.format_of(module) if fits else None
         if form is None:
-            tensors[name] = numbers[name] = tensor
+            tensors[name] = values[name] = tensor
             continue
         parts = (method.pack if packs is None else packs(module))(tensor)
         tensors |= {module + suffix: part for suffix, part in parts.items()}
         blocks = row_blocks(form, parts, *tensor.shape, dtype=tensor.dtype)
-        numbers[name] = torch.cat([block for _, block in blocks])
-    return _save(source, out / "quantised", tensors, stored), _save(source, out / "numbers", numbers, config)
+        values[name] = torch.cat([block for _, block in blocks])
+    return _save(source, out / "quantised", tensors, stored), _save(source, out / "numbers", values, config)
 
 
 def quantise_stacks(source: Path, out: Path) -> tuple[Path, Path]:
@@ -152,20 +152,20 @@ def quantise_stacks(source: Path, out: Path) -> tuple[Path, Path]:
 
     draw = torch.Generator().manual_seed(4)
     config = json.loads((source / "config.json").read_text())
-    tensors, numbers = {}, {}
+    tensors, values = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            tensors[name] = numbers[name] = tensor
+            tensors[name] = values[name] = tensor
             continue
         experts, columns, rows = tensor.shape
         blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=draw)
         scales = torch.randint(121, 124, (experts, rows, columns // 32), dtype=torch.uint8, generator=draw)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=tensor.dtype).contiguous()
-        assert numbers[name].shape == tensor.shape
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    stored = config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}}
-    return _save(source, out / "quantised", tensors, stored), _save(source, out / "numbers", numbers, config)
+        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=tensor.dtype).contiguous()
+        assert values[name].shape == tensor.shape
+    retained = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    stored = config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": retained}}
+    return _save(source, out / "quantised", tensors, stored), _save(source, out / "numbers", values, config)
 
 
 def _save(source: Path, directory: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:

@@ -21,14 +21,14 @@ def stored(name: str, shape: tuple[int, ...], dtype: str = "F32") -> TiledTensor
     return TiledTensor.over(Tiled.of(info), torch.float32)
 
 
-def copied(boxes: Tiled, numbers: Tensor) -> Tensor:
-    """The tensor that ``boxes`` describe, made of ``numbers``; each of its places is filled once."""
+def copied(boxes: Tiled, values: Tensor) -> Tensor:
+    """The tensor that ``boxes`` describe, made of ``values``; each of its places is filled once."""
     made, times = torch.full(boxes.shape, -1.0), torch.zeros(boxes.shape)
     for box in boxes.boxes:
-        place = tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))
-        made[place] = numbers.reshape(-1).as_strided(box.shape, box.strides, box.offset)
-        times[place] += 1
-        assert box.offset + box.span <= numbers.numel()
+        position = tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))
+        made[position] = values.reshape(-1).as_strided(box.shape, box.strides, box.offset)
+        times[position] += 1
+        assert box.offset + box.span <= values.numel()
     assert torch.equal(times, torch.ones(boxes.shape))
     return made
 
@@ -36,7 +36,7 @@ def copied(boxes: Tiled, numbers: Tensor) -> Tensor:
 def divisors(count: int, draw: random.Random) -> list[int]:
     shape = []
     for _ in range(3):
-        shape.append(draw.choice([each for each in range(1, count + 1) if count % each == 0]))
+        shape.append(draw.choice([index for index in range(1, count + 1) if count % index == 0]))
         count //= shape[-1]
     return [*shape, count]
 
@@ -66,14 +66,14 @@ def operation(tensor: Tensor, draw: random.Random) -> Operation:
 def test_boxes_go_where_numbers_go(seed: int) -> None:
     draw = random.Random(seed)
     shape = tuple(draw.choice([1, 2, 3, 4, 6]) for _ in range(draw.randrange(1, 4)))
-    numbers = torch.arange(torch.Size(shape).numel()).float().view(shape)
-    tensor, boxes = numbers, stored("a", shape)
+    values = torch.arange(torch.Size(shape).numel()).float().view(shape)
+    tensor, boxes = values, stored("a", shape)
     for _ in range(draw.randrange(1, 7)):
         if tensor.numel() <= 1000 and tensor.dim() <= 6:
             apply = operation(tensor, draw)
             tensor, boxes = apply(tensor), apply(boxes)
     assert boxes.shape == tensor.shape
-    assert torch.equal(copied(boxes.tiled, numbers), tensor)
+    assert torch.equal(copied(boxes.tiled, values), tensor)
 
 
 @pytest.mark.parametrize(

@@ -40,39 +40,39 @@ def _unimported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(values: dict[str, Any]) -> Quantization:
-    found = read_quantization(HFConfig({"quantization_config": values}, where="config.json"))
-    assert found is not None
-    return found
+    result = read_quantization(HFConfig({"quantization_config": values}, where="config.json"))
+    assert result is not None
+    return result
 
 
 def test_the_package_is_imported_by_a_child_process_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny(tmp_path / "model", "mixtral", intermediate_size=96, **SHAPE)
     quantised, _ = quantise(model, tmp_path, METHODS["int4"])
-    found = read(METHODS["int4"].config)
+    result = read(METHODS["int4"].config)
     assert "compressed_tensors.quantization" not in sys.modules
-    (kept,) = (tmp_path / "cache" / "compressed-tensors").iterdir()
+    (retained,) = (tmp_path / "cache" / "compressed-tensors").iterdir()
     subprocess.run([sys.executable, "-c", OPEN, quantised], check=True)
     asked: list[Any] = []
 
     def answer(_: ConfinedProcess, question: Any) -> list[Any]:
         asked.append(question)
-        return [json.loads(whole), None]
+        return [json.loads(full), None]
 
-    whole = kept.read_text()
+    full = retained.read_text()
     monkeypatch.setattr(ConfinedProcess, "ask", answer)
-    assert read(METHODS["int4"].config) == found and not asked
-    kept.write_text(whole[:-9])
-    assert read(METHODS["int4"].config) == found and len(asked) == 1 and kept.read_text() == whole
+    assert read(METHODS["int4"].config) == result and not asked
+    retained.write_text(full[:-9])
+    assert read(METHODS["int4"].config) == result and len(asked) == 1 and retained.read_text() == full
     monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
-    assert read(METHODS["int4"].config) == found and len(asked) == 2
+    assert read(METHODS["int4"].config) == result and len(asked) == 2
 
 
 def test_a_child_that_fails_or_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(*_: Any) -> None:
         raise EndedError(-signal.SIGKILL)
 
-    def refused(said: str) -> None:
-        with pytest.raises(ConfigError, match=said) as caught:
+    def refused(message: str) -> None:
+        with pytest.raises(ConfigError, match=message) as caught:
             read(METHODS["int4"].config)
         assert str(caught.value).isprintable()
 

@@ -65,6 +65,6 @@ def test_layers_of_prediction_are_those_behind_the_last_one() -> None:
     names += ["model.layers.1.k_scale", "model.layers.9.b.weight", "model.layers.3.a.weight"]
     opened = checkpoint(dict.fromkeys(names, (4,)))
     config = HFConfig({"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, where="config.json")
-    found = set_aside(opened, ignore_rules(config, names), lambda name: name == "model.layers.9.b.weight")
-    assert {each.info.name for each in found.ignored} == {names[1], names[2], names[3]}
-    assert set(found.tensors) == {names[0], *names[4:]}
+    result = set_aside(opened, ignore_rules(config, names), lambda name: name == "model.layers.9.b.weight")
+    assert {item.info.name for item in result.ignored} == {names[1], names[2], names[3]}
+    assert set(result.tensors) == {names[0], *names[4:]}

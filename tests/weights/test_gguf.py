@@ -35,64 +35,64 @@ def test_types_and_their_sizes_are_those_of_the_package() -> None:
 def test_a_file_is_the_model_that_was_written(architecture: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     written = write_gguf(path, architecture)
-    found = open_gguf(path)
+    result = open_gguf(path)
     _, config = tiny(architecture)
     meant = profile_from_config(HFConfig(config, where="config.json"), name="tiny")
-    assert replace(found.profile, stored=None) == meant
-    assert load_model_profile(str(path)) == found.profile
+    assert replace(result.profile, stored=None) == meant
+    assert load_model_profile(str(path)) == result.profile
 
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    assert theirs.keys() == found.file.tensors.keys() == written.keys()
-    for name, tensor in found.file.tensors.items():
+    assert theirs.keys() == result.file.tensors.keys() == written.keys()
+    for name, tensor in result.file.tensors.items():
         assert (tensor.offset, tensor.nbytes) == (theirs[name].data_offset, theirs[name].n_bytes)
         assert (tensor.shape, tensor.type) == (tuple(theirs[name].shape.tolist()[::-1]), theirs[name].tensor_type.name)
-    assert len(found.tensors) == len(theirs)
+    assert len(result.tensors) == len(theirs)
 
     total = sum(tensor.n_bytes for tensor in theirs.values())
-    parts = inventory(found.profile)
+    parts = inventory(result.profile)
     assert parts.total_bytes == total
     experts = sum(int(tensor.n_bytes) for name, tensor in theirs.items() if "_exps." in name)
     assert parts.bytes["experts"] == experts
-    sparse = found.profile.num_moe_layers
-    assert parts.page_bytes * sparse * found.profile.experts.num_experts == experts  # layers are alike here
+    sparse = result.profile.num_moe_layers
+    assert parts.page_bytes * sparse * result.profile.experts.num_experts == experts  # layers are alike here
 
-    layer = found.profile.num_layers - 1
+    layer = result.profile.num_layers - 1
     for name, stem in (("up", "ffn_up_exps"), ("down", "ffn_down_exps")):
-        stack, tensor = written[f"blk.{layer}.{stem}.weight"], found.tensors[name, layer]
-        matrix = gguf_expert_matrices(found, layer, 2)[name]
-        assert torch.equal(numbers(matrix, most=7), as_written(stack, tensor.type)[2])
+        stack, tensor = written[f"blk.{layer}.{stem}.weight"], result.tensors[name, layer]
+        matrix = gguf_expert_matrices(result, layer, 2)[name]
+        assert torch.equal(numbers(matrix, maximum=7), as_written(stack, tensor.type)[2])
 
 
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_rows_of_q_and_k_come_back_to_transformers_order(name: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama")
-    found, (model, _) = open_gguf(path), tiny("llama")
+    result, (model, _) = open_gguf(path), tiny("llama")
     meant = model.get_parameter(f"model.layers.1.self_attn.{name}_proj.weight").detach()
-    matrix = ggml_matrix(found.tensors[name, 1])
-    heads = found.heads_of(name)
-    assert heads == (4 if name == "q" else 2) and found.heads_of("v") == 0
+    matrix = ggml_matrix(result.tensors[name, 1])
+    heads = result.heads_of(name)
+    assert heads == (4 if name == "q" else 2) and result.heads_of("v") == 0
     assert torch.equal(numbers(matrix)[hf_rows(matrix.rows, heads)], as_written(meant, "Q8_0"))
 
 
 def test_older_files_keep_deepseek_kv_b_whole(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "deepseek2", halves=False)
-    found = open_gguf(path)
-    assert ("kv_b", 0) in found.tensors and ("k_b", 0) not in found.tensors
-    assert inventory(found.profile).total_bytes == sum(tensor.nbytes for tensor in found.file.tensors.values())
+    result = open_gguf(path)
+    assert ("kv_b", 0) in result.tensors and ("k_b", 0) not in result.tensors
+    assert inventory(result.profile).total_bytes == sum(tensor.nbytes for tensor in result.file.tensors.values())
 
 
 def test_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
-    whole, split = tmp_path / "whole.gguf", tmp_path / "split.gguf"
-    write_gguf(whole, "qwen3moe")
+    full, split = tmp_path / "whole.gguf", tmp_path / "split.gguf"
+    write_gguf(full, "qwen3moe")
     write_gguf(split, "qwen3moe", shard=12)
     parts = sorted(tmp_path.glob("split-*.gguf"))
     assert len(parts) > 2
     for part in (parts[0], parts[-1]):
-        found = open_gguf(part)
-        assert found.profile.stored == open_gguf(whole).profile.stored
-        assert {tensor.file for tensor in found.file.tensors.values()} == set(parts)
+        result = open_gguf(part)
+        assert result.profile.stored == open_gguf(full).profile.stored
+        assert {tensor.file for tensor in result.file.tensors.values()} == set(parts)
     parts[1].rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=rf"{parts[1].name}: no such file"):
         open_gguf(parts[0])
@@ -108,14 +108,14 @@ def test_experts_of_layers_may_have_several_types(tmp_path: Path) -> None:
     """Counted exactly, and planned for at the largest."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama")
-    found = open_gguf(path)
-    stored = found.profile.stored
+    result = open_gguf(path)
+    stored = result.profile.stored
     assert stored is not None and stored.name == "GGUF Q4_0"
-    count, page = found.profile.experts.num_experts, stored.page_bytes
+    count, page = result.profile.experts.num_experts, stored.page_bytes
     mixed = StoredWeights.of("mixed", "mixed", [[page] * count, [2 * page] * count, [page] * count], 64, stored.dense)
     assert mixed.page_bytes == 2 * page and mixed.mean_page_bytes == -(-4 * page // 3)
-    parts = inventory(replace(found.profile, stored=mixed))
-    assert parts.bytes["experts"] == inventory(found.profile).bytes["experts"] * 4 // 3
+    parts = inventory(replace(result.profile, stored=mixed))
+    assert parts.bytes["experts"] == inventory(result.profile).bytes["experts"] * 4 // 3
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +144,10 @@ def test_a_damaged_header_is_a_line_and_allocates_little(attempts: int, small: b
         except (CheckpointError, ConfigError) as error:
             refused += 1
             assert str(error).startswith(str(path)) and str(error).isprintable() and len(str(error)) < 600
-    _, most = tracemalloc.get_traced_memory()
+    _, maximum = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert refused > attempts // 2
-    assert most < 40 * len(small) + (8 << 20)
+    assert maximum < 40 * len(small) + (8 << 20)
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ def test_a_refusal_says_what_to_do_on_one_line(model: str, told: str, hub: Hub) 
 def no_network(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
 
-    def refuse(*given: Any, **_: Any) -> None:
-        asked.append(given)
+    def refuse(*inputs: Any, **_: Any) -> None:
+        asked.append(inputs)
         raise OSError("the network is out of reach")
 
     for name in ("connect", "connect_ex", "sendto"):

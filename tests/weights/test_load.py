@@ -143,15 +143,15 @@ def test_float16_over_bfloat16_keeps_the_bytes_of_pages_and_names_what_it_does_n
             weight_map,
             model,
             torch.bfloat16,
-            lambda parts: files.submit([ReadPart(*each) for each in parts]),
+            lambda parts: files.submit([ReadPart(*part) for part in parts]),
             mixed=True,
         )
         with direct as reader:
             for number, page in enumerate([*weight_map.pages, *weight_map.pages]):
-                found = b"".join(
+                result = b"".join(
                     state[info.name].view(torch.int16).numpy().tobytes() for info in weight_map.pages[page]
                 )
-                assert read_page(reader, page).numpy().tobytes() == found
+                assert read_page(reader, page).numpy().tobytes() == result
                 assert reader.wide_layers == ({1} if number >= 6 + 4 else set())
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
@@ -172,12 +172,12 @@ def test_float16_over_bfloat16_keeps_the_bytes_of_pages_and_names_what_it_does_n
     ],
 )
 def test_the_range_of_float16_is_told_by_the_largest_number(largest: float, beyond: bool) -> None:
-    numbers = torch.zeros(70_001, dtype=torch.bfloat16)
-    for place, sign in ((0, 1), (40_000, -1), (70_000, 1)):
-        numbers[place] = sign * largest
-        assert load.exceeds_float16(numbers) == beyond
-        numbers[place] = 0
-    assert not load.exceeds_float16(numbers[:0])
+    values = torch.zeros(70_001, dtype=torch.bfloat16)
+    for position, sign in ((0, 1), (40_000, -1), (70_000, 1)):
+        values[position] = sign * largest
+        assert load.exceeds_float16(values) == beyond
+        values[position] = 0
+    assert not load.exceeds_float16(values[:0])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
@@ -252,23 +252,23 @@ def test_any_part_of_a_page_is_that_part(small: Path, way: str, data: st.DataObj
     weight_map, model = opened(small)
     dtype = torch.bfloat16 if way == "converted" else torch.float32
     with FileReader(page_files(weight_map)) as files, PageReader(weight_map, model, dtype) as plain:
-        past = PageReader(weight_map, model, dtype, lambda parts: files.submit([ReadPart(*each) for each in parts]))
+        past = PageReader(weight_map, model, dtype, lambda parts: files.submit([ReadPart(*part) for part in parts]))
         with past:
             reader = plain if way == "through the cache" else past
             page = Page(layer=0, expert=data.draw(st.integers(0, model.experts.num_experts - 1)))
-            whole, numbers = read_page(plain, page), reader.page_bytes // dtype.itemsize
-            begin = data.draw(st.integers(0, numbers - 1)) * dtype.itemsize
-            end = data.draw(st.integers(begin // dtype.itemsize + 1, numbers)) * dtype.itemsize
+            full, values = read_page(plain, page), reader.page_bytes // dtype.itemsize
+            begin = data.draw(st.integers(0, values - 1)) * dtype.itemsize
+            end = data.draw(st.integers(begin // dtype.itemsize + 1, values)) * dtype.itemsize
             part = torch.zeros(end - begin, dtype=torch.uint8)
             read_into(reader, page, part, begin)
-            assert torch.equal(part, whole[begin:end])
+            assert torch.equal(part, full[begin:end])
 
 
 def test_a_page_past_the_cache_that_cannot_be_read_names_file_and_tensor(tmp_path: Path) -> None:
     weight_map, model = opened(save_tiny(tmp_path, "mixtral", num_hidden_layers=1))
     with FileReader(page_files(weight_map)) as files:
         reader = PageReader(
-            weight_map, model, torch.float32, lambda parts: files.submit([ReadPart(*each) for each in parts])
+            weight_map, model, torch.float32, lambda parts: files.submit([ReadPart(*part) for part in parts])
         )
         os.truncate(tmp_path / "model.safetensors", 1000)
         with pytest.raises(
@@ -289,10 +289,10 @@ def test_threads_read_at_the_same_time(reader: PageReader) -> None:
 
 def test_short_reads_are_continued(reader: PageReader, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Page(layer=0, expert=3)
-    whole = read_page(reader, page)
+    full = read_page(reader, page)
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:999]], offset))
-    assert torch.equal(read_page(reader, page), whole)
+    assert torch.equal(read_page(reader, page), full)
 
 
 def test_an_input_output_error_names_file_and_tensor(reader: PageReader, monkeypatch: pytest.MonkeyPatch) -> None:

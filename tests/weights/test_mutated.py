@@ -85,18 +85,18 @@ def write_blocks(path: Path, kind: str) -> None:
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Sound files of every format by name: GGUF files, and directories."""
-    place, found = tmp_path_factory.mktemp("seeds"), dict[str, Path]()
+    position, result = tmp_path_factory.mktemp("seeds"), dict[str, Path]()
     for kind in GGML_FORMATS:
-        found[kind] = place / f"{kind}.gguf"
-        write_blocks(found[kind], kind)
+        result[kind] = position / f"{kind}.gguf"
+        write_blocks(result[kind], kind)
     for architecture in GRAPHS:
-        found[architecture] = place / f"{architecture}.gguf"
-        write_gguf(found[architecture], architecture, experts="MXFP4")
+        result[architecture] = position / f"{architecture}.gguf"
+        write_gguf(result[architecture], architecture, experts="MXFP4")
     sizes = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    plain = save_tiny(place / "plain", "mixtral", num_hidden_layers=1, hidden_size=64, intermediate_size=96, **sizes)
+    plain = save_tiny(position / "plain", "mixtral", num_hidden_layers=1, hidden_size=64, intermediate_size=96, **sizes)
     for method, how in METHODS.items():
-        found[method] = quantise(plain, place / method, how)[0]
-    return found
+        result[method] = quantise(plain, position / method, how)[0]
+    return result
 
 
 def compute(path: Path, name: str) -> None:
@@ -104,8 +104,8 @@ def compute(path: Path, name: str) -> None:
     if name in GRAPHS:
         for info in gguf_checkpoint(open_gguf(path)).tensors.values():
             for part in _stored_parts(info):
-                for each in part.apart():
-                    matrix = each.stored()
+                for item in part.apart():
+                    matrix = item.stored()
                     dequantised(matrix, torch.empty((matrix.rows, matrix.columns), dtype=DTYPE))
         return
     opened = open_model(str(path))
@@ -135,11 +135,11 @@ def _multiply(opened: OpenCheckpoint, layer: int) -> None:
         for expert, slot in enumerate(slots):
             reader.start(Page(layer=layer, expert=expert), slot)
     experts = QuantizedExperts(weight_map.quantized)
-    found = experts.layer(layer, slots)
-    up = None if found[0].up is None else [each.up for each in found]
-    x = torch.randn(ROWS * len(found), profile.hidden_size).to(DTYPE)
-    offsets = torch.arange(len(found) + 1, dtype=torch.int32) * ROWS
-    out = cpu_expert_ffn(x, [each.gate_up for each in found], [each.down for each in found], offsets, up=up)  # type: ignore[arg-type]
+    result = experts.layer(layer, slots)
+    up = None if result[0].up is None else [item.up for item in result]
+    x = torch.randn(ROWS * len(result), profile.hidden_size).to(DTYPE)
+    offsets = torch.arange(len(result) + 1, dtype=torch.int32) * ROWS
+    out = cpu_expert_ffn(x, [item.gate_up for item in result], [item.down for item in result], offsets, up=up)  # type: ignore[arg-type]
     assert out.shape == x.shape
 
 
@@ -156,9 +156,9 @@ def outcome(path: Path, name: str) -> str:
 
 def mutated(data: bytes, draw: random.Random, header: int) -> bytes:
     """``data``, mostly its first ``header`` bytes, with a few bytes changed, put in or left out, or cut short."""
-    found = bytearray(data)
+    result = bytearray(data)
     for _ in range(draw.randrange(1, 4)):
-        at = draw.randrange(header if draw.random() < 0.7 else len(found))
+        at = draw.randrange(header if draw.random() < 0.7 else len(result))
         change = draw.choice(
             (
                 bytes([draw.randrange(256)]),
@@ -167,10 +167,10 @@ def mutated(data: bytes, draw: random.Random, header: int) -> bytes:
                 struct.pack("<e", draw.choice((0.0, float("inf"), float("nan"), -1e-7))),
             )
         )
-        found[at : at + draw.choice((len(change), len(change), 0))] = change
+        result[at : at + draw.choice((len(change), len(change), 0))] = change
     if draw.random() < 0.15:
-        del found[draw.randrange(len(found)) :]
-    return bytes(found)
+        del result[draw.randrange(len(result)) :]
+    return bytes(result)
 
 
 def header_bytes(path: Path) -> int:
@@ -229,11 +229,11 @@ LIES: dict[str, Lie] = {
 def test_a_lie_about_scales_zero_points_or_codes_names_the_tensor(
     method: str, lie: str, seeds: dict[str, Path], tmp_path: Path
 ) -> None:
-    whole = load_file(seeds[method] / WEIGHTS)
-    for name in [each for each in whole if each.startswith(UP)]:
+    full = load_file(seeds[method] / WEIGHTS)
+    for name in [item for item in full if item.startswith(UP)]:
         path = tmp_path / name
         shutil.copytree(seeds[method], path)
-        tensors = dict(whole)
+        tensors = dict(full)
         part = tensors.pop(name)
         if lie != "missing":
             tensors[name] = LIES[lie](part)
@@ -251,9 +251,9 @@ def test_a_lie_about_blocks_names_the_tensor(kind: str, seeds: dict[str, Path], 
     data, path, name = seeds[kind].read_bytes(), tmp_path / "lies.gguf", "blk.0.ffn_up_exps.weight"
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
     at = dimensions(data, name)
-    for place, size in ((0, HIDDEN + 1), (0, HIDDEN + block), (1, HIDDEN - 1), (2, EXPERTS + 1), (2, 1 << 40)):
+    for position, size in ((0, HIDDEN + 1), (0, HIDDEN + block), (1, HIDDEN - 1), (2, EXPERTS + 1), (2, 1 << 40)):
         lying = bytearray(data)
-        struct.pack_into("<Q", lying, at + 8 * place, size)
+        struct.pack_into("<Q", lying, at + 8 * position, size)
         path.write_bytes(lying)
         assert "tensor '" in outcome(path, kind) and "blk.0." in outcome(path, kind)
     path.write_bytes(data[:-1])

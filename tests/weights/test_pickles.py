@@ -44,13 +44,13 @@ def trapped(tmp_path: Path) -> Path:
     for name in ("modeling_moe.py", "configuration_moe.py", "tokenization_moe.py", "conftest.py"):
         (model / name).write_text(code)
     for name in ("config.json", "tokenizer_config.json"):
-        kept = json.loads((model / name).read_text())
-        kept["auto_map"] = {
+        retained = json.loads((model / name).read_text())
+        retained["auto_map"] = {
             "AutoConfig": "configuration_moe.Config",
             "AutoModelForCausalLM": "modeling_moe.Model",
             "AutoTokenizer": ["tokenization_moe.Slow", "tokenization_moe.Fast"],
         }
-        (model / name).write_text(json.dumps(kept))
+        (model / name).write_text(json.dumps(retained))
     return model
 
 
@@ -94,7 +94,7 @@ def test_the_package_knows_no_unsafe_reader() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names: list[str] = []
             if isinstance(node, ast.Import):
-                names = [each.name.split(".")[0] for each in node.names]
+                names = [name.name.split(".")[0] for name in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names = [(node.module or "").split(".")[0]]
             assert not _UNSAFE & set(names), path

@@ -50,9 +50,9 @@ def config_of(quantization: dict[str, Any]) -> HFConfig:
 
 
 def read(quantization: dict[str, Any]) -> Quantization:
-    found = read_quantization(config_of(quantization))
-    assert found is not None
-    return found
+    result = read_quantization(config_of(quantization))
+    assert result is not None
+    return result
 
 
 def scales_of(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor | None]:
@@ -76,9 +76,9 @@ def scales_of(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor | 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_compressed_tensors_numbers(name: str) -> None:
-    stored_as, given = WEIGHTS[name]
+    stored_as, inputs = WEIGHTS[name]
     torch.manual_seed(3)
-    args = QuantizationArgs(**given)
+    args = QuantizationArgs(**inputs)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     weight = torch.randn(ROWS, COLUMNS).bfloat16()
     scale, zero = scales_of(weight, args)
@@ -96,9 +96,11 @@ def test_compressed_tensors_numbers(name: str) -> None:
     parts = {f".{suffix}": part for suffix, part in written.items()}
     assert {part.suffix for part in stored.tensors(ROWS, COLUMNS)} == parts.keys()
     assert stored.bytes_for(ROWS, COLUMNS) == sum(part.nbytes for part in parts.values())
-    found = torch.cat([block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=wanted.dtype)])
-    same_bits(found, wanted)
-    assert (found.float() - weight.float()).abs().mean() < 0.5 or zero is not None
+    result = torch.cat(
+        [block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=wanted.dtype)]
+    )
+    same_bits(result, wanted)
+    assert (result.float() - weight.float()).abs().mean() < 0.5 or zero is not None
 
 
 def test_awq_numbers_are_those_of_the_converter() -> None:
@@ -114,8 +116,8 @@ def test_awq_numbers_are_those_of_the_converter() -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     inner = {name.removeprefix("x."): part for name, part in theirs.items()}
     wanted = BaseCompressor.get_value_from_registry("pack-quantized").decompress(inner, scheme)["weight"]
-    found = [block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=torch.float16)]
-    same_bits(torch.cat(found), wanted)
+    result = [block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=torch.float16)]
+    same_bits(torch.cat(result), wanted)
 
 
 @pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
@@ -133,21 +135,21 @@ def test_fp8_in_blocks_is_what_transformers_dequantises(scale: torch.dtype) -> N
     assert {part.suffix: part.shape for part in stored.tensors(rows, columns)} == {
         suffix: tuple(part.shape) for suffix, part in parts.items()
     }
-    found = [each for _, each in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=wanted.dtype)]
-    same_bits(torch.cat(found), wanted)
+    result = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=wanted.dtype)]
+    same_bits(torch.cat(result), wanted)
     if scale == torch.float8_e8m0fnu:  # the same bytes under another name
         parts[".weight_scale_inv"] = scales.view(torch.uint8)
-        found = [each for _, each in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=wanted.dtype)]
-        same_bits(torch.cat(found), wanted)
+        result = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=wanted.dtype)]
+        same_bits(torch.cat(result), wanted)
 
 
 def test_blocks_at_the_edges_of_an_fp8_matrix_are_smaller() -> None:
     stored, rows, columns = fp8(block=(128, 128), scale="F32"), 200, 130
     scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     parts = {".weight": torch.ones(rows, columns).to(torch.float8_e4m3fn), ".weight_scale_inv": scales}
-    found = torch.cat([block for _, block in row_blocks(stored, parts, rows, columns, max_rows=50)])
-    assert found[:128, :128].unique().tolist() == [1.0] and found[128:, 128:].unique().tolist() == [8.0]
-    assert found[:128, 128:].unique().tolist() == [2.0] and found[128:, :128].unique().tolist() == [4.0]
+    result = torch.cat([block for _, block in row_blocks(stored, parts, rows, columns, max_rows=50)])
+    assert result[:128, :128].unique().tolist() == [1.0] and result[128:, 128:].unique().tolist() == [8.0]
+    assert result[:128, 128:].unique().tolist() == [2.0] and result[128:, :128].unique().tolist() == [4.0]
 
 
 def test_mxfp4_of_gpt_oss_is_what_transformers_dequantises() -> None:
@@ -162,14 +164,14 @@ def test_mxfp4_of_gpt_oss_is_what_transformers_dequantises() -> None:
     assert stored.bytes_for(rows, columns) * experts == blocks.nbytes + scales.nbytes
     for expert in range(experts):
         parts = {"_blocks": blocks[expert], "_scales": scales[expert]}
-        found = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=torch.bfloat16)]
-        same_bits(torch.cat(found), wanted[expert].contiguous())
+        result = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=torch.bfloat16)]
+        same_bits(torch.cat(result), wanted[expert].contiguous())
 
 
 def test_targets_and_ignored_modules_are_those_of_the_config(tmp_path: Path) -> None:
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
     down = {"targets": ["re:.*down_proj$"], "weights": {"num_bits": 8, "strategy": "channel"}}
-    found = read(
+    result = read(
         {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
@@ -179,7 +181,7 @@ def test_targets_and_ignored_modules_are_those_of_the_config(tmp_path: Path) -> 
     )
 
     def bits(module: str) -> int | None:
-        stored = found.format_of(module)
+        stored = result.format_of(module)
         return None if stored is None else stored.bits
 
     assert bits("model.layers.3.mlp.experts.5.up_proj") == 4

@@ -89,7 +89,7 @@ def test_a_matrix_is_found_and_read(name: str, tmp_path: Path) -> None:
     assert read.keys() == parts.keys()
     for suffix, part in parts.items():
         assert read[suffix].dtype == part.dtype and torch.equal(read[suffix].view(torch.uint8), part.view(torch.uint8))
-    assert numbers(matrix, most=5).shape == (ROWS, COLUMNS)
+    assert numbers(matrix, maximum=5).shape == (ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -158,7 +158,7 @@ def test_stacked_experts_of_gpt_oss_are_slices(tmp_path: Path) -> None:
         matrix = find_matrix(checkpoint.tensors, MODULE, stored, ROWS, COLUMNS, listing="x", expert=(expert, experts))
         read = matrix.read()
         assert torch.equal(read["_blocks"].flatten(), blocks[expert].flatten())
-        assert torch.equal(numbers(matrix, most=7), numbers(matrix))
+        assert torch.equal(numbers(matrix, maximum=7), numbers(matrix))
     with pytest.raises(CheckpointError, match="there are 4 experts"):
         find_matrix(checkpoint.tensors, MODULE, stored, ROWS, COLUMNS, listing="x", expert=(0, 4))
     with pytest.raises(CheckpointError, match="has shape"):
@@ -170,8 +170,8 @@ def test_the_matrices_of_an_expert_are_found_by_the_config(method: str, tmp_path
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32, "head_dim": 16}
     experts = {"moe_intermediate_size": 32, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
     family = "qwen3_moe" if method == "gptq" else "gpt_oss"
-    given = {"quant_method": method, "bits": 4, "group_size": 32}
-    values = {**small, **experts, "model_type": family, "intermediate_size": 32, "quantization_config": given}
+    inputs = {"quant_method": method, "bits": 4, "group_size": 32}
+    values = {**small, **experts, "model_type": family, "intermediate_size": 32, "quantization_config": inputs}
     values |= {"num_key_value_heads": 2, "torch_dtype": "bfloat16"}
     config = HFConfig(values, where="config.json")
     profile, quantization = profile_from_config(config, name="tiny"), read_quantization(config)
@@ -191,10 +191,10 @@ def test_the_matrices_of_an_expert_are_found_by_the_config(method: str, tmp_path
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
     for expert in range(2):
-        found = expert_matrices(checkpoint, profile, quantization.format_of, 1, expert)
-        assert found.keys() == ({"gate", "up", "down"} if method == "gptq" else {"gate_up", "down"})
+        result = expert_matrices(checkpoint, profile, quantization.format_of, 1, expert)
+        assert result.keys() == ({"gate", "up", "down"} if method == "gptq" else {"gate_up", "down"})
         biases = 2 * (64 + 64) if method == "mxfp4" else 0
-        assert sum(matrix.nbytes for matrix in found.values()) + biases == profile.stored.page_bytes
-        assert all(numbers(matrix).shape == (matrix.rows, matrix.columns) for matrix in found.values())
+        assert sum(matrix.nbytes for matrix in result.values()) + biases == profile.stored.page_bytes
+        assert all(numbers(matrix).shape == (matrix.rows, matrix.columns) for matrix in result.values())
     with pytest.raises(CheckpointError, match=r"layers.0.*is missing"):
         expert_matrices(checkpoint, profile, quantization.format_of, 0, 0)

@@ -84,13 +84,13 @@ class Nodes:
 
     def engines(self) -> list[psutil.Process]:
         """The processes that Ray has named after the class of the actors."""
-        found = []
+        result = []
         for process in self._processes.values():
             with contextlib.suppress(psutil.Error):
-                for each in psutil.Process(process.pid).children(recursive=True):
-                    if each.cmdline()[:1] and each.cmdline()[0].startswith("ray::EngineWorker"):
-                        found.append(each)
-        return found
+                for item in psutil.Process(process.pid).children(recursive=True):
+                    if item.cmdline()[:1] and item.cmdline()[0].startswith("ray::EngineWorker"):
+                        result.append(item)
+        return result
 
     def _is_up(self, role: str) -> bool:
         return role in self._processes and self._processes[role].poll() is None
@@ -116,10 +116,10 @@ class Nodes:
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to a process and all below it, from above."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = psutil.Process(process.pid)
-        for each in [found, *found.children(recursive=True)]:
+        result = psutil.Process(process.pid)
+        for item in [result, *result.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                item.kill()
     process.wait()
 
 
@@ -135,8 +135,8 @@ def write_prompts(path: Path) -> None:
 
 
 def command(prompts: Path, output: Path, *options: str) -> list[str]:
-    given = [sys.executable, "-m", "moelight.cli.main", "generate", str(prompts), "-o", str(output), "--no-show"]
-    return [*given, "--batch-size", "2", "--sync-interval", "0.2", *options]
+    inputs = [sys.executable, "-m", "moelight.cli.main", "generate", str(prompts), "-o", str(output), "--no-show"]
+    return [*inputs, "--batch-size", "2", "--sync-interval", "0.2", *options]
 
 
 class Job:
@@ -196,11 +196,11 @@ class Job:
 
     def _kill(self, kind: str) -> bool:
         if kind == "actor":
-            found = self._nodes.engines()
+            result = self._nodes.engines()
             with contextlib.suppress(psutil.NoSuchProcess):
-                if found:
-                    self._draw.choice(found).send_signal(signal.SIGKILL)
-            return bool(found)
+                if result:
+                    self._draw.choice(result).send_signal(signal.SIGKILL)
+            return bool(result)
         if kind == "driver":
             self._driver.kill()
             self._driver.wait()
@@ -214,15 +214,15 @@ class Job:
 
 def check(job: Job, output: Path, alone: list[bytes], *, poisoned: bool) -> None:
     """The rows are those of one engine, but for the poisoned one."""
-    found, want = output.read_bytes().splitlines(), list(alone)
-    if poisoned and len(found) == ROWS:
-        error = json.loads(found[POISON]).get("error", {})
+    result, want = output.read_bytes().splitlines(), list(alone)
+    if poisoned and len(result) == ROWS:
+        error = json.loads(result[POISON]).get("error", {})
         if error.get("code") != "row_crashed":
-            raise SystemExit(f"the poisoned row was answered with {found[POISON]!r}")
-        want[POISON] = found[POISON]
-    if found != want:
-        at = next((n for n, (one, other) in enumerate(zip(found, want, strict=False)) if one != other), len(found))
-        raise SystemExit(f"{len(found)} rows, other ones from row {at}; see {job.log}")
+            raise SystemExit(f"the poisoned row was answered with {result[POISON]!r}")
+        want[POISON] = result[POISON]
+    if result != want:
+        at = next((n for n, (one, other) in enumerate(zip(result, want, strict=False)) if one != other), len(result))
+        raise SystemExit(f"{len(result)} rows, other ones from row {at}; see {job.log}")
 
 
 def main() -> None:
@@ -254,12 +254,12 @@ def main() -> None:
             check(job, output, alone, poisoned=poisoned)
             kills += done
             jobs += 1
-            what = f"{dict(done)}, {job.starts} starts, {job.deaths()} engines lost"
-            print(f"seed {seed}: {what}, {time.monotonic() - job_s:.0f} s", file=sys.stderr, flush=True)
+            label = f"{dict(done)}, {job.starts} starts, {job.deaths()} engines lost"
+            print(f"seed {seed}: {label}, {time.monotonic() - job_s:.0f} s", file=sys.stderr, flush=True)
     finally:
         nodes.close()
     shutil.rmtree(scratch)
-    found = {
+    result = {
         "jobs": jobs - args.first,
         "poisoned_jobs": jobs - max(args.first, (args.jobs + 1) // 2),
         "kills": kills.total(),
@@ -269,8 +269,8 @@ def main() -> None:
         "seconds": round(time.monotonic() - began_s),
     }
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found))
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
 
 
 def _arguments() -> argparse.Namespace:

@@ -50,12 +50,12 @@ def main(role: str, where: str, folder: str = "") -> None:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    given: dict[str, Any] = {"gcs_address": where, "redis_address": where, "node_manager_port": 0}
+    inputs: dict[str, Any] = {"gcs_address": where, "redis_address": where, "node_manager_port": 0}
     if role == "head":
-        given = {**HEAD, "gcs_server_port": int(where), "temp_dir": folder}
-    given |= {**NODE, "min_worker_port": 0, "max_worker_port": 0}
+        inputs = {**HEAD, "gcs_server_port": int(where), "temp_dir": folder}
+    inputs |= {**NODE, "min_worker_port": 0, "max_worker_port": 0}
     with patience():
-        node = Node(RayParams(**given), head=role == "head", shutdown_at_exit=False, spawn_reaper=True)
+        node = Node(RayParams(**inputs), head=role == "head", shutdown_at_exit=False, spawn_reaper=True)
     print(node.gcs_address, flush=True)
     signal.pause()
 

@@ -53,22 +53,22 @@ class EchoEngine:
                 batch.append(request)
             if not batch:
                 return
-            for each in batch:
+            for item in batch:
                 if self._before is not None:
-                    self._before(each)
+                    self._before(item)
             if self.pass_s:
                 time.sleep(self.pass_s)
             self.passes.append(len(batch))
             on_pass()
-            for each in batch:
+            for item in batch:
                 self._tokens += 1
-                self._prompt_tokens += len(each.token_ids)
+                self._prompt_tokens += len(item.token_ids)
                 yield Completion(
-                    index=each.index,
-                    text=f"{len(each.token_ids)}",
-                    token_ids=each.token_ids[:1],
+                    index=item.index,
+                    text=f"{len(item.token_ids)}",
+                    token_ids=item.token_ids[:1],
                     finish_reason="stop",
-                    prompt_tokens=len(each.token_ids),
+                    prompt_tokens=len(item.token_ids),
                 )
             if until():
                 return
@@ -123,9 +123,9 @@ class PlayedActor:
 
             def call() -> None:
                 try:
-                    found = getattr(self.worker, name)(*args)
+                    result = getattr(self.worker, name)(*args)
                     if not future.done():
-                        future.set_result(found)
+                        future.set_result(result)
                 except BaseException as error:  # noqa: BLE001 (as Ray passes it on)
                     if not future.done():
                         future.set_exception(error)
@@ -139,9 +139,9 @@ class PlayedActor:
         """As SIGKILL does: no call returns."""
         self.killed.set()
         self.worker._queue.close()
-        for each in self._calls:
-            if not each.done():
-                each.set_exception(Killed())
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(Killed())
 
 
 class PlayedCluster:
@@ -162,7 +162,7 @@ class PlayedCluster:
             if name not in self.dead_nodes
         ]
 
-    def ask_for_more(self, found: int) -> None:
+    def ask_for_more(self, result: int) -> None:
         pass
 
     def start(self, slot: EngineSlot, setup: WorkerSetup) -> PlayedActor:

@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A head of one core."""
     before = dict(os.environ)
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled", RAY_worker_niceness="0")
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {item: signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)}
     from ray.cluster_utils import Cluster
 
     with patience():
@@ -58,8 +58,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def job(path: Path, output: str, **options: Any) -> JobOptions:
     sampling = SamplingParams(max_tokens=16, seed=0)
-    given = {"batch_size": 8, "sampling": sampling, **options}
-    return JobOptions(prompts=path, output=path.with_name(output), **given)
+    inputs = {"batch_size": 8, "sampling": sampling, **options}
+    return JobOptions(prompts=path, output=path.with_name(output), **inputs)
 
 
 def rows(path: Path, output: str) -> list[dict[str, Any]]:
@@ -87,20 +87,20 @@ def test_two_engines_answer_as_one(cluster: Any, prompts: Path) -> None:
     assert rows(prompts, "two.jsonl") == rows(prompts, "alone.jsonl")
     engines = json.loads(prompts.with_name("status.json").read_text())["moelight"]["engines"]
     assert len(engines) == 2
-    assert sum(each["rows"] for each in engines) >= 285  # the others the driver refused
-    assert all(each["binding"]["lane"] == "cpu" for each in engines if each["rows"])
+    assert sum(engine["rows"] for engine in engines) >= 285  # the others the driver refused
+    assert all(engine["binding"]["lane"] == "cpu" for engine in engines if engine["rows"])
     traces = sorted(prompts.parent.glob("run.*.json"))
     assert len(traces) == 2
-    assert any(json.loads(each.read_text())["traceEvents"] for each in traces)
+    assert any(json.loads(trace.read_text())["traceEvents"] for trace in traces)
 
 
 @pytest.mark.thorough
 def test_a_dry_run_says_what_each_node_would_do(cluster: Any, prompts: Path) -> None:
     forecast = forecast_job(job(prompts, "none.jsonl"), plan_engines=plan_on(on(cluster, num_cpus=0.5)))
     assert len(forecast.engines) == 2
-    assert sum(each.share for each in forecast.engines) == pytest.approx(1.0)
-    assert sum(each.rows for each in forecast.engines) == pytest.approx(forecast.summary.served, abs=1)
-    assert all(each.binding == "cpu" and each.seconds and each.why for each in forecast.engines)
+    assert sum(engine.share for engine in forecast.engines) == pytest.approx(1.0)
+    assert sum(engine.rows for engine in forecast.engines) == pytest.approx(forecast.summary.served, abs=1)
+    assert all(engine.binding == "cpu" and engine.seconds and engine.why for engine in forecast.engines)
     assert not prompts.with_name("none.jsonl").exists()
 
 
@@ -112,7 +112,7 @@ def test_a_stage_of_ray_data_answers_as_one_engine(cluster: Any, prompts: Path) 
     from moelight.integrations.ray import ERROR, build_processor
 
     items = [{"question": f"add {n} and 3 =", "most": -1 if n % 10 == 5 else 1 + n % 7} for n in range(40)]
-    lines = [{"prompt": each["question"], "max_tokens": each["most"], "ignore_eos": True} for each in items]
+    lines = [{"prompt": item["question"], "max_tokens": item["most"], "ignore_eos": True} for item in items]
     path = prompts.with_name("stage.jsonl")
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_job(job(path, "stage.out.jsonl"))
@@ -131,12 +131,12 @@ def test_a_stage_of_ray_data_answers_as_one_engine(cluster: Any, prompts: Path) 
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     try:
         ray.data.DataContext.get_current().enable_progress_bars = False
-        found = processor(ray.data.from_items(items)).take_all()
+        result = processor(ray.data.from_items(items)).take_all()
     finally:
         ray.shutdown()
         cluster.remove_node(node)
-    assert len(found) == len(items)
-    by_question = {row["question"]: row for row in found}
+    assert len(result) == len(items)
+    by_question = {row["question"]: row for row in result}
     for item, answer in zip(items, want, strict=True):
         row = by_question[item["question"]]
         assert row["most"] == item["most"]
@@ -291,11 +291,11 @@ def test_a_worker_with_a_full_disk_loses_nothing(cluster: Any, prompts: Path, tm
     """Its trace does not fit on its disk: its rows are answered, and a line says why there is no trace of it."""
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", tmp_path], check=False).returncode:
         pytest.skip("nobody may mount here")
-    own, heard = {"small": 1}, Heard()
-    node = cluster.add_node(**NODE, env_vars={"TMPDIR": str(tmp_path)}, resources=own)
+    original, heard = {"small": 1}, Heard()
+    node = cluster.add_node(**NODE, env_vars={"TMPDIR": str(tmp_path)}, resources=original)
     try:
         options = job(prompts, "disk.jsonl", trace=prompts.with_name("disk.json"))
-        result = run_job(options, answer=answer_on(on(cluster, resources=own), sizes=SMALL), progress=heard)
+        result = run_job(options, answer=answer_on(on(cluster, resources=original), sizes=SMALL), progress=heard)
         assert not list(tmp_path.glob("moelight-*"))
     finally:
         cluster.remove_node(node)
@@ -308,16 +308,16 @@ def test_a_worker_with_a_full_disk_loses_nothing(cluster: Any, prompts: Path, tm
 
 def _engines(name: str = "ray::EngineWorker") -> list[int]:
     """Processes that Ray named after the actor's class."""
-    found = []
+    result = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         if (process.info["cmdline"] or [""])[0].startswith(name):
-            found.append(process.info["pid"])
-    return found
+            result.append(process.info["pid"])
+    return result
 
 
-def _wait_for(what: Any) -> Any:
+def _wait_for(label: Any) -> Any:
     for _ in range(600):
-        if found := what():
-            return found
+        if result := label():
+            return result
         time.sleep(0.1)
     raise AssertionError("it did not happen")

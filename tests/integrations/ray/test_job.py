@@ -61,11 +61,11 @@ def run(
             cluster.interrupt = interrupt  # type: ignore[attr-defined]
             return ClusterJob(job, cluster, sizes, shown=heard is not None).run(interrupt)  # type: ignore[arg-type]
 
-    given = JobOptions(
+    inputs = JobOptions(
         prompts=path, output=path.with_name("out.jsonl"), sampling=SamplingParams(max_tokens=4, seed=0), **options
     )
     try:
-        return run_job(given, answer=answer, progress=heard)
+        return run_job(inputs, answer=answer, progress=heard)
     finally:
         cluster.close()
 
@@ -206,11 +206,11 @@ def test_a_row_that_ends_its_engine_becomes_an_error_row(tmp_path: Path, expecte
     poison = LazyModel("demo").encode("b" * 33)
     cluster.workers = {f"n{at}": worker(batch_size=16, before=die) for at in range(2)}
     result = run(cluster, path)
-    found = rows(path)
-    assert found[30]["error"]["code"] == "row_crashed"
-    assert found[30]["custom_id"] == "poison"
-    assert "3 engines died" in found[30]["error"]["message"]
-    assert found[:30] + found[31:] == want[:30] + want[31:]
+    outcome = rows(path)
+    assert outcome[30]["error"]["code"] == "row_crashed"
+    assert outcome[30]["custom_id"] == "poison"
+    assert "3 engines died" in outcome[30]["error"]["message"]
+    assert outcome[:30] + outcome[31:] == want[:30] + want[31:]
     assert result.state == "done"
 
 
@@ -279,8 +279,8 @@ def test_status_and_rows_tell_of_every_engine(tmp_path: Path) -> None:
     run(cluster, path, heard=heard, status=tmp_path / "status.json", metrics=tmp_path / "metrics.prom")
     status = json.loads((tmp_path / "status.json").read_text())
     engines = status["moelight"]["engines"]
-    assert {each["name"] for each in engines} == {"n0", "n1"}
-    assert sum(each["rows"] for each in engines) == status["request_counts"]["completed"] + sum(
+    assert {engine["name"] for engine in engines} == {"n0", "n1"}
+    assert sum(engine["rows"] for engine in engines) == status["request_counts"]["completed"] + sum(
         "error" in row and row["error"]["code"] != "duplicate_custom_id" for row in rows(path)
     )
     assert sorted(shown.number for shown in heard.rows) == list(range(200))
@@ -293,6 +293,6 @@ def test_tables_are_leased_as_rows(tmp_path: Path, order: Any) -> None:
     path = tmp_path / "table.csv"
     path.write_text("id,prompt,max_tokens\n" + "".join(f'{n},"word {n}",{1 + n % 3}\n' for n in range(50)) + "x,y\n")
     run(PlayedCluster(worker(), worker()), path, durability=Durability(order=order))
-    found = rows(path)
-    assert sorted(row.get("custom_id", "x") for row in found) == sorted([*map(str, range(50)), "x"])
-    assert sum("error" in row for row in found) == 1
+    result = rows(path)
+    assert sorted(row.get("custom_id", "x") for row in result) == sorted([*map(str, range(50)), "x"])
+    assert sum("error" in row for row in result) == 1

@@ -20,11 +20,11 @@ def book(count: int, *, row_tokens: float = 10.0, sizes: LeaseSizes = SIZES) -> 
 def test_an_engine_holds_a_pass_and_some_seconds_ahead() -> None:
     rows = book(100_000)
     rows.join("a", batch_rows=64, tokens_per_s=200.0)
-    given = rows.lease("a", 0.0)
-    assert len(given) == 64 + 4.0 * 200 / 10
+    inputs = rows.lease("a", 0.0)
+    assert len(inputs) == 64 + 4.0 * 200 / 10
     rows.measure("a", tokens_per_s=200.0, queued=80)
     assert not rows.lease("a", 1.0)  # it has what it should
-    for row in given[:10]:
+    for row in inputs[:10]:
         rows.returned("a", row.number)
     assert len(rows.lease("a", 2.0)) == 10
     rows.join("b", batch_rows=64, tokens_per_s=1.0)
@@ -54,9 +54,9 @@ def test_leases_shrink_towards_the_end() -> None:
     for name in ("a", "b"):
         rows.join(name, batch_rows=4, tokens_per_s=1000.0)
     sizes = []
-    while given := rows.lease("a", 0.0):
-        sizes.append(len(given))
-        for row in given:
+    while inputs := rows.lease("a", 0.0):
+        sizes.append(len(inputs))
+        for row in inputs:
             rows.returned("a", row.number)
         rows.measure("a", tokens_per_s=0.0, queued=0)
     assert sizes[0] > 300
@@ -113,9 +113,9 @@ def test_rows_of_an_engine_that_leaves_are_leased_to_others_without_a_strike() -
     assert len(rows.lease("a", 0.0)) == 10
     assert rows.leave("a", died=False) == []
     rows.join("b", batch_rows=10, tokens_per_s=10.0)
-    given = rows.lease("b", 0.0)
-    assert sorted(row.number for row in given) == list(range(10))
-    assert not any(row.deaths for row in given)
+    inputs = rows.lease("b", 0.0)
+    assert sorted(row.number for row in inputs) == list(range(10))
+    assert not any(row.deaths for row in inputs)
 
 
 @pytest.mark.parametrize("engines", [1, 2, 5])
@@ -135,9 +135,9 @@ def test_a_row_that_ends_its_engine_is_alone_at_its_third_death(engines: int, po
         for name in list(live):
             live[name] += [row.number for row in rows.lease(name, 0.0)]
             held = live[name]
-            found = poison & set(held[:64])
-            if found:
-                for number in found:
+            result = poison & set(held[:64])
+            if result:
+                for number in result:
                     deaths[number] += 1
                 condemned += [row.number for row in rows.leave(name, died=True)]
                 del live[name]

@@ -81,10 +81,10 @@ def test_a_simulated_cluster_is_shown() -> None:
     question = ("-m", "demo", "--hw", "t4", *work, "--nodes", "4", "--rows", "4000", "--load", "0")
     done = moelight_inside("simulate", *question, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["cluster"]
-    assert (found["nodes"], found["rows"], found["failures"]) == (4, 4000, 0)
-    assert 0 < found["efficiency"] <= 1.0
-    assert found["tokens_per_s"] == pytest.approx(4 * found["engine_tokens_per_s"] * found["efficiency"], rel=0.2)
+    result = json.loads(done.stdout)["cluster"]
+    assert (result["nodes"], result["rows"], result["failures"]) == (4, 4000, 0)
+    assert 0 < result["efficiency"] <= 1.0
+    assert result["tokens_per_s"] == pytest.approx(4 * result["engine_tokens_per_s"] * result["efficiency"], rel=0.2)
     assert "4,000" in moelight_inside("simulate", *question).stdout
 
 
@@ -107,6 +107,6 @@ def test_the_rayjob_runs_our_command() -> None:
         assert {"name", "image", "resources", "volumeMounts"} <= container.keys()
     command = job["spec"]["entrypoint"].split()
     assert command[:2] == ["moelight", "generate"]
-    options = [each for each in command if each.startswith("--")]
+    options = [item for item in command if item.startswith("--")]
     assert moelight_inside("generate", "--help").stdout.count("--ray-engines") == 1
-    assert all(each in moelight_inside("generate", "--help").stdout for each in options)
+    assert all(option in moelight_inside("generate", "--help").stdout for option in options)

@@ -18,10 +18,10 @@ def run(**changes: float) -> ClusterRun:
 
 def test_no_job_is_faster_than_its_engines() -> None:
     for nodes in (1, 2, 7, 32):
-        found = run(nodes=nodes)
-        assert 0.4 < found.efficiency <= 1.0
-        assert found.ideal_s == pytest.approx(8000 * 32.0 / 64 / nodes)
-        assert found.redone_rows == found.failures == 0
+        result = run(nodes=nodes)
+        assert 0.4 < result.efficiency <= 1.0
+        assert result.ideal_s == pytest.approx(8000 * 32.0 / 64 / nodes)
+        assert result.redone_rows == result.failures == 0
 
 
 def test_long_jobs_are_efficient_and_loading_is_not() -> None:
@@ -37,17 +37,17 @@ def test_slow_nodes_cost_what_they_lack() -> None:
 
 
 def test_failures_redo_the_rows_that_an_engine_held() -> None:
-    found = run(rows=40_000, failures_per_hour=2.0)
-    assert found.failures > 3
-    assert 0 < found.redone_rows <= found.failures * 2 * 64  # in its passes, and answers on their way
-    assert found.efficiency < run(rows=40_000).efficiency
+    result = run(rows=40_000, failures_per_hour=2.0)
+    assert result.failures > 3
+    assert 0 < result.redone_rows <= result.failures * 2 * 64  # in its passes, and answers on their way
+    assert result.efficiency < run(rows=40_000).efficiency
 
 
 def test_the_driver_is_the_bound_where_rows_cost_more_than_engines_bring() -> None:
     fast = replace(BASE, nodes=256, rows=1_000_000, row_s=0.5, row_driver_s=1e-4)
-    found = ClusterSimulation(fast).run()
-    assert found.driver_share > 0.9
-    assert found.seconds >= 1_000_000 * 1e-4
+    result = ClusterSimulation(fast).run()
+    assert result.driver_share > 0.9
+    assert result.seconds >= 1_000_000 * 1e-4
 
 
 def test_a_run_is_repeatable() -> None:

@@ -29,7 +29,7 @@ def stage(**engine: Any) -> tuple[EngineStage, EchoEngine]:
 
 async def answered(actor: EngineStage, *batches: dict[str, Any]) -> list[dict[str, Any]]:
     async def one(batch: dict[str, Any]) -> dict[str, Any]:
-        (out,) = [each async for each in actor(batch)]
+        (out,) = [item async for item in actor(batch)]
         return out
 
     return list(await asyncio.gather(*(one(batch) for batch in batches)))
@@ -48,13 +48,13 @@ def test_columns_are_added_and_errors_are_a_column() -> None:
     assert out["generated_text"][0]
     assert out["generated_text"][1:] == ["", ""]
     assert out["num_generated_tokens"] == [1, 0, 0]
-    assert [len(each) for each in out["generated_tokens"]] == [1, 0, 0]
+    assert [len(item) for item in out["generated_tokens"]] == [1, 0, 0]
 
 
 def test_messages_of_arrow_structs_are_conversations() -> None:
     actor, _ = stage()
-    said = [{"role": "user", "content": "hello", "name": None}]
-    (out,) = asyncio.run(answered(actor, {"messages": np.array([said, None], dtype=object)[:1]}))
+    message = [{"role": "user", "content": "hello", "name": None}]
+    (out,) = asyncio.run(answered(actor, {"messages": np.array([message, None], dtype=object)[:1]}))
     assert out[ERROR] == [""]
 
 
@@ -82,8 +82,8 @@ def test_a_result_keeps_the_error_of_its_row() -> None:
         "answer": "",
         ERROR: "empty_prompt: no tokens",
     }
-    own = _Postprocess(lambda row: {ERROR: row[ERROR].upper()})
-    assert own({"generated_text": "", ERROR: "a"}) == {ERROR: "A"}
+    original = _Postprocess(lambda row: {ERROR: row[ERROR].upper()})
+    assert original({"generated_text": "", ERROR: "a"}) == {ERROR: "A"}
 
 
 def test_unknown_options_are_refused() -> None:

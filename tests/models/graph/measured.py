@@ -116,62 +116,62 @@ def measure(config: Any, prompts: list[list[int]], seed: int) -> tuple[float, in
     """The largest error of logits, relative to the largest of their row, and for how many of ``prompts`` the engine's
     greedy tokens, with streamed experts, are transformers'; of a random model of the tiny ``config``."""
     text, eager = config.get_text_config(), self_test.random_model(config, seed)
-    with tempfile.TemporaryDirectory() as place:
-        eager.save_pretrained(place, save_original_format=text is config)  # without encoders, no mapping back
-        config.save_pretrained(place)
-        save_byte_tokenizer(Path(place))
-        found = _tokens(place, prompts)
+    with tempfile.TemporaryDirectory() as position:
+        eager.save_pretrained(position, save_original_format=text is config)  # without encoders, no mapping back
+        config.save_pretrained(position)
+        save_byte_tokenizer(Path(position))
+        result = _tokens(position, prompts)
     expected, same = [], 0
     with torch.inference_mode():
-        for prompt, more in zip(prompts, found, strict=True):
+        for prompt, more in zip(prompts, result, strict=True):
             ids = torch.tensor([[*prompt, *more]])
             expected.append(eager(input_ids=ids, use_cache=False).logits[0].float())
             same += expected[-1].argmax(-1)[len(prompt) - 1 : -1].tolist() == more
-    whole = [torch.tensor([*prompt, *more]) for prompt, more in zip(prompts, found, strict=True)]
-    error = max(self_test.relative(*each) for each in zip(_logits(config, seed, whole), expected, strict=True))
+    full = [torch.tensor([*prompt, *more]) for prompt, more in zip(prompts, result, strict=True)]
+    error = max(self_test.relative(*item) for item in zip(_logits(config, seed, full), expected, strict=True))
     return error, same
 
 
-def _tokens(place: str, prompts: list[list[int]]) -> list[list[int]]:
+def _tokens(position: str, prompts: list[list[int]]) -> list[list[int]]:
     """By the engine, experts from disk in every pass."""
     how = SamplingParams(max_tokens=NEW, ignore_eos=True)
-    policy = Policy(model=place, weights=Shares(disk=1.0), kv_tokens=16 * (max(map(len, prompts)) + NEW), **_SIZES)
+    policy = Policy(model=position, weights=Shares(disk=1.0), kv_tokens=16 * (max(map(len, prompts)) + NEW), **_SIZES)
     with Engine(policy, device="cpu") as engine:
-        return [list(each.token_ids) for each in engine.generate(prompts, how)]
+        return [list(item.token_ids) for item in engine.generate(prompts, how)]
 
 
-def _logits(config: Any, seed: int, whole: Sequence[Tensor]) -> list[Tensor]:
+def _logits(config: Any, seed: int, full: Sequence[Tensor]) -> list[Tensor]:
     """Of suspended runs: all rows but `NEW` of each sequence at once, in micro-batches of eight, then row by row."""
     bench = self_test.Bench(self_test.random_model(config, seed))
-    sequences = [self_test.Tokens(each) for each in whole]
-    groups = [range(first, first + 8) for first in range(0, len(whole), 8)]
-    logits: list[list[Tensor]] = [[] for _ in whole]
+    sequences = [self_test.Tokens(item) for item in full]
+    groups = [range(first, first + 8) for first in range(0, len(full), 8)]
+    logits: list[list[Tensor]] = [[] for _ in full]
     for step in range(NEW + 1):
-        rows = [[(sequences[n], 1 if step else len(whole[n]) - NEW) for n in group] for group in groups]
-        for group, batch, found in zip(groups, rows, bench.run(rows), strict=True):
-            for number, part in zip(group, found.split([count for _, count in batch]), strict=True):
+        rows = [[(sequences[n], 1 if step else len(full[n]) - NEW) for n in group] for group in groups]
+        for group, batch, result in zip(groups, rows, bench.run(rows), strict=True):
+            for number, part in zip(group, result.split([count for _, count in batch]), strict=True):
                 logits[number].append(part)
-    return [torch.cat(each) for each in logits]
+    return [torch.cat(logit) for logit in logits]
 
 
 def page_of(table: Table) -> Iterator[str]:
     """The lines of the page between its marks."""
-    runs = [each for each in table.families if each.how is not None]
-    shapes, equal = sum(each.shapes for each in runs), sum(each.shapes_equal for each in runs)
+    runs = [family for family in table.families if family.how is not None]
+    shapes, equal = sum(run.shapes for run in runs), sum(run.shapes_equal for run in runs)
     yield f"transformers {table.transformers}: {len(runs)} of {len(table.families)} families run; of {shapes} drawn"
     yield f"shapes and switches, {equal} run with the tokens of transformers."
     yield ""
     yield "| family | runs | mixers | largest error | greedy tokens | drawn shapes | why not |"
     yield "|---|---|---|---|---|---|---|"
-    for each in table.families:
-        if each.how is None:
-            yield f"| {each.name} | no | | | | | {each.reason} |"
+    for family in table.families:
+        if family.how is None:
+            yield f"| {family.name} | no | | | | | {family.reason} |"
         else:
-            mixers, error = ", ".join(each.mixers), f"{each.error:.1e}"
-            same = f"{each.same} of {each.prompts}"
-            shapes = f"{each.shapes_equal} of {each.shapes}" if each.shapes else ""
-            reasons = "; ".join(each.shapes_differ).replace("|", "\\|")
-            yield f"| {each.name} | {each.how} | {mixers} | {error} | {same} | {shapes} | {reasons} |"
+            mixers, error = ", ".join(family.mixers), f"{family.error:.1e}"
+            same = f"{family.same} of {family.prompts}"
+            shapes = f"{family.shapes_equal} of {family.shapes}" if family.shapes else ""
+            reasons = "; ".join(family.shapes_differ).replace("|", "\\|")
+            yield f"| {family.name} | {family.how} | {mixers} | {error} | {same} | {shapes} | {reasons} |"
 
 
 _MARKS = "<!-- written by make families -->", "<!-- as far as here -->"
@@ -191,12 +191,12 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     named, families = sys.argv[1:], moe_families()
     named = named or list(families)
-    rows = {each.name: each for each in Table.read().families} if TABLE.exists() else {}
+    rows = {family.name: family for family in Table.read().families} if TABLE.exists() else {}
     for name, model_type in families.items():
         if name in named:
             rows[name] = family_of(name, model_type)
             print(rows[name], flush=True)
-            listed = tuple(rows[each] for each in families if each in rows)
+            listed = tuple(rows[family] for family in families if family in rows)
             Table(transformers=transformers.__version__, families=listed).write(TABLE)
     write_page()
 

@@ -46,8 +46,8 @@ def module_of(model_type: str, name: str, **sizes: int) -> Any:
 
 @pytest.mark.parametrize(("model_type", "name"), FAMILIES.items())
 def test_the_rule_is_recognised_in_every_family_that_has_it(model_type, name):
-    found = delta_module(module_of(model_type, name), {})
-    assert found is not None
+    result = delta_module(module_of(model_type, name), {})
+    assert result is not None
 
 
 def test_other_recurrences_stay_as_they_are():
@@ -66,13 +66,13 @@ def altered(module: Any, **functions: Any) -> Any:
 def test_a_module_that_computes_something_else_is_not_recognised(name):
     """A rule or convolution with another result, and a step that looks at earlier rows by itself."""
     module = module_of("qwen3_next", FAMILIES["qwen3_next"])
-    own = undecorated(type(module).forward).__globals__[name]
+    original = undecorated(type(module).forward).__globals__[name]
 
-    def other(*given: Any, **named: Any) -> Any:
-        found = own(*given, **named)
-        if isinstance(found, tuple):
-            return found[0] * 1.01, found[1]
-        return found.cumsum(1) if name.startswith("apply") else found * 1.01
+    def other(*inputs: Any, **named: Any) -> Any:
+        result = original(*inputs, **named)
+        if isinstance(result, tuple):
+            return result[0] * 1.01, result[1]
+        return result.cumsum(1) if name.startswith("apply") else result * 1.01
 
     assert delta_module(altered(module, **{name: other}), {}) is None
 
@@ -85,38 +85,38 @@ def test_a_row_is_the_same_in_any_company_and_any_parts(model_type, dtype):
     heads = {"linear_num_value_heads": 32, "linear_num_heads": 32}
     module = module_of(model_type, FAMILIES[model_type], **heads).to(dtype)
     use_leaf_kernels(module)
-    found = delta_module(module, {})
+    result = delta_module(module, {})
     x = [torch.randn(1, rows, module.hidden_size, generator=torch.Generator().manual_seed(rows)) for rows in (21, 6, 3)]
-    x = [each.to(dtype) for each in x]
-    alone = [found([(State(), each.shape[1])], each) for each in x]
+    x = [item.to(dtype) for item in x]
+    alone = [result([(State(), item.shape[1])], item) for item in x]
     states, done = [State() for _ in x], [0, 0, 0]
     for part in (((0, 17), (1, 1)), ((1, 1), (2, 3), (0, 1)), ((0, 3), (1, 4))):
         rows = torch.cat([x[number][:, done[number] : done[number] + count] for number, count in part], dim=1)
-        results = found([(states[number], count) for number, count in part], rows)
-        for (number, count), each in zip(part, results.split([count for _, count in part], dim=1), strict=True):
-            assert torch.equal(each, alone[number][:, done[number] : done[number] + count])
+        results = result([(states[number], count) for number, count in part], rows)
+        for (number, count), item in zip(part, results.split([count for _, count in part], dim=1), strict=True):
+            assert torch.equal(item, alone[number][:, done[number] : done[number] + count])
             done[number] += count
-    assert done == [each.shape[1] for each in x]
+    assert done == [item.shape[1] for item in x]
 
 
 def test_a_sequence_keeps_rows_of_the_convolution_and_a_state_of_every_head():
     module = module_of("qwen3_next", FAMILIES["qwen3_next"])
-    found, state = delta_module(module, {}), State()
-    found([(state, 2)], torch.zeros(1, 2, module.hidden_size))
+    result, state = delta_module(module, {}), State()
+    result([(state, 2)], torch.zeros(1, 2, module.hidden_size))
     conv = (module.conv_kernel_size - 1, module.conv_dim)
-    assert [each.shape for each in state.tensors.values()] == [
+    assert [item.shape for item in state.tensors.values()] == [
         conv,
         (module.num_v_heads, module.head_k_dim, module.head_v_dim),
     ]
-    assert state.nbytes == sum(each.nbytes for each in state.tensors.values())
+    assert state.nbytes == sum(item.nbytes for item in state.tensors.values())
 
 
 def test_modules_that_compute_alike_are_tried_once(monkeypatch):
     tried = []
-    monkeypatch.setattr(delta, "_agrees", lambda *given: tried.append(given) or True)
-    known: dict[Any, Any] = {}
+    monkeypatch.setattr(delta, "_agrees", lambda *inputs: tried.append(inputs) or True)
+    known_names: dict[Any, Any] = {}
     modules = [module_of("qwen3_next", FAMILIES["qwen3_next"]) for _ in range(2)]
-    assert all(isinstance(delta_module(each, known), DeltaModule) for each in modules)
+    assert all(isinstance(delta_module(module, known_names), DeltaModule) for module in modules)
     assert len(tried) == 1
 
 
@@ -130,10 +130,10 @@ def test_bfloat16_is_as_near_the_truth_as_the_modules_own():
     x = torch.randn(1, 40, module.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         truth = module(x)
-        own = module.bfloat16()(x.bfloat16()).float()
+        original = module.bfloat16()(x.bfloat16()).float()
         use_leaf_kernels(module)
         ours = delta_module(module, {})([(State(), 40)], x.bfloat16()).float()
-    assert (ours - truth).norm() <= 1.1 * (own - truth).norm()
+    assert (ours - truth).norm() <= 1.1 * (original - truth).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -141,13 +141,13 @@ def test_a_norm_with_a_gate_is_recognised_as_a_leaf(dtype):
     """Of SiLU alone: Kimi's gate is a sigmoid."""
     module = module_of("qwen3_next", FAMILIES["qwen3_next"]).to(dtype)
     other = module_of("kimi_linear", FAMILIES["kimi_linear"])
-    own = module.norm.forward
+    original = module.norm.forward
     x, gate = torch.randn(2, 30, module.head_v_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = own(x, gate)
-    for each in (module, other):
-        use_leaf_kernels(each)
+    expected = original(x, gate)
+    for item in (module, other):
+        use_leaf_kernels(item)
     assert "forward" in vars(module.norm)
     assert "forward" not in vars(other.o_norm)
-    found = module.norm(x, gate)
-    assert found.dtype == dtype
-    assert torch.allclose(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2)
+    result = module.norm(x, gate)
+    assert result.dtype == dtype
+    assert torch.allclose(result, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2)

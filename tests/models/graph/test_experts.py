@@ -85,8 +85,8 @@ def test_kernels_give_the_numbers_of_the_module(model_type: str) -> None:
     form = replace(form, finish=normed) if finish else form
     assert recognised(form) == FORMS[model_type]
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
-        page, views, numbers = page_of(form, module, dtype)
-        weights = views.of(numbers)
+        page, views, values = page_of(form, module, dtype)
+        weights = views.of(values)
         hidden = (weights.down if isinstance(weights, Matrices) else weights[1]).shape[0]
         x = torch.randn(ROWS, hidden, generator=torch.Generator().manual_seed(4)).mul(3).to(dtype)
         wanted = form.forward({name: tensor.double() for name, tensor in page.items()}, x.double())
@@ -97,26 +97,26 @@ def test_kernels_give_the_numbers_of_the_module(model_type: str) -> None:
         assert formed == (model_type != "mixtral" or bool(finish))
         expert = FormedExpert(weights, by, _not_called, form.finish) if formed else weights
         routed = Routed(x=x, weights=torch.ones(ROWS, 1), ids=torch.zeros(ROWS, 1, dtype=torch.int32))
-        found = moe_forward(routed, [expert], space)
-        assert ((found.double() - wanted).abs().max() / wanted.abs().max()).item() <= tolerance
+        result = moe_forward(routed, [expert], space)
+        assert ((result.double() - wanted).abs().max() / wanted.abs().max()).item() <= tolerance
         if formed:
             by_torch = forward(form, weights, x)
             assert ((by_torch.double() - wanted).abs().max() / wanted.abs().max()).item() <= tolerance
 
 
-@pytest.mark.parametrize("model_type", [each for each, by in FORMS.items() if by.gated])
+@pytest.mark.parametrize("model_type", [item for item, by in FORMS.items() if by.gated])
 def test_torch_computes_gate_and_up_in_any_order(model_type: str) -> None:
     """Joined, interleaved and apart, as a quantised page may have them, whatever the order of the family."""
     graph = graph_of(model_type)
     form, module = graph.forms[-1], graph.experts[-1]
-    page, views, numbers = page_of(form, module, torch.float32)
-    first = views.of(numbers)
+    page, views, values = page_of(form, module, torch.float32)
+    first = views.of(values)
     weights = first if isinstance(first, Matrices) else Matrices(gate_up=first[0], down=first[1])
 
     def pair(both: Any, up: Any) -> tuple[Any, ...]:
         return (both, up) if up is not None or both is None else gate_and_up(both.t(), interleaved=form.interleaved)
 
-    gate, up = (each if weights.up is not None else each.t() for each in pair(weights.gate_up, weights.up))
+    gate, up = (item if weights.up is not None else item.t() for item in pair(weights.gate_up, weights.up))
     biases = pair(weights.gate_up_bias, weights.up_bias)
     x = torch.randn(ROWS, weights.down.shape[0], generator=torch.Generator().manual_seed(4)).mul(3)
     wanted = form.forward({name: tensor.double() for name, tensor in page.items()}, x.double())
@@ -132,8 +132,8 @@ def test_torch_computes_gate_and_up_in_any_order(model_type: str) -> None:
             both = {"gate_up": (gate, up), "gate_up_bias": biases}
             parts = {name: arranged(*two, interleaved=order == "interleaved") for name, two in both.items()}
         matrices = Matrices(**parts, down=weights.down, down_bias=weights.down_bias, interleaved=order == "interleaved")
-        found = forward(form, matrices, x).double()
-        assert ((found - wanted).abs().max() / wanted.abs().max()).item() <= 2e-6, order
+        result = forward(form, matrices, x).double()
+        assert ((result - wanted).abs().max() / wanted.abs().max()).item() <= 2e-6, order
 
 
 def test_other_activations_are_not_taken_for_ours() -> None:

@@ -112,7 +112,7 @@ def test_a_switch_is_kept_and_equals_transformers(model_type: str, changes: dict
     assert_equal(model_type, **changes)
 
 
-ROWS = {each.name: each for each in Table.read().families}
+ROWS = {family.name: family for family in Table.read().families}
 
 
 @pytest.mark.thorough
@@ -136,17 +136,17 @@ def test_the_table_has_the_families_of_the_installed_transformers() -> None:
 
 
 def test_families_that_are_asked_for_run_and_equal_transformers() -> None:
-    runs = {name: each for name, each in ROWS.items() if each.how is not None}
+    runs = {name: item for name, item in ROWS.items() if item.how is not None}
     assert len(runs) >= 55
     assert set(ASKED.split()) <= set(runs)
-    assert {name for name, each in runs.items() if each.how == "native"} == {"mixtral", "olmoe", "qwen3_moe"}
-    for each in runs.values():
-        assert each.error is not None and each.error <= self_test.TOLERANCE, each.name
-        assert (each.same, each.prompts) == (measured.PROMPTS, measured.PROMPTS), each.name
+    assert {name for name, run in runs.items() if run.how == "native"} == {"mixtral", "olmoe", "qwen3_moe"}
+    for run in runs.values():
+        assert run.error is not None and run.error <= self_test.TOLERANCE, run.name
+        assert (run.same, run.prompts) == (measured.PROMPTS, measured.PROMPTS), run.name
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model_type", [each for each in KINDS if each not in {*WITHOUT, "muse_spark"}])
+@pytest.mark.parametrize("model_type", [item for item in KINDS if item not in {*WITHOUT, "muse_spark"}])
 def test_the_whole_graph_runs_dry_and_its_buffers_are_transformers_own(model_type: str) -> None:
     assert support(config_of(model_type)).how is not None
     assert_buffers(model_type)
@@ -156,11 +156,11 @@ def assert_buffers(model_type: str) -> None:
     """Buffers of a model made on the meta device are those of one made on the CPU."""
     from transformers.initialization import no_init_weights
 
-    found = model.decoder_of(on_meta(self_test.tiny(config_of(model_type))))
+    result = model.decoder_of(on_meta(self_test.tiny(config_of(model_type))))
     with no_init_weights():
-        expected = dict(type(found)(found.config).named_buffers())
-    for name, each in found.named_buffers():
-        assert each.is_meta or torch.equal(each, expected[name]), name
+        expected = dict(type(result)(result.config).named_buffers())
+    for name, buffer in result.named_buffers():
+        assert buffer.is_meta or torch.equal(buffer, expected[name]), name
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma4", "llama4"])
@@ -183,7 +183,7 @@ def test_the_self_test_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> No
     assert differs.startswith("model.layers.0.self_attn (MixtralAttention)")
     monkeypatch.setattr(self_test, "serve_attention", serve)
     experts = self_test.serve_experts
-    monkeypatch.setattr(self_test, "serve_experts", lambda *given: experts(*given) * 1.01)
+    monkeypatch.setattr(self_test, "serve_experts", lambda *inputs: experts(*inputs) * 1.01)
     differs = self_test.self_test(config).differs
     assert differs is not None
     assert differs.startswith("model.layers.0.mlp (MixtralSparseMoeBlock)")
@@ -236,9 +236,9 @@ def test_a_rotary_embedding_that_depends_on_length_sees_one_sequence() -> None:
     prompts = [torch.arange(3, 3 + length) for length in (5, 20, 7)]
     eager = self_test.random_model(config, 0)
     with torch.inference_mode():
-        expected = torch.cat([eager(input_ids=each[None], use_cache=False).logits[0] for each in prompts])
+        expected = torch.cat([eager(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts])
     bench = self_test.Bench(self_test.random_model(config, 0))
-    (logits,) = bench.run([[(self_test.Tokens(each), len(each)) for each in prompts]])
+    (logits,) = bench.run([[(self_test.Tokens(prompt), len(prompt)) for prompt in prompts]])
     assert (logits - expected).abs().max() / expected.abs().max() < self_test.TOLERANCE
 
 
@@ -247,10 +247,10 @@ def test_state_counts_its_bytes() -> None:
     tokens = self_test.Tokens(torch.arange(9))
     assert tokens.state.nbytes == 0
     graph.run([[(tokens, 4)]])
-    kept = tokens.state.nbytes
-    assert kept > 0
+    retained = tokens.state.nbytes
+    assert retained > 0
     graph.run([[(tokens, 1)]])
-    assert tokens.state.nbytes == kept
+    assert tokens.state.nbytes == retained
     assert graph.model.stateful
 
 
@@ -264,18 +264,18 @@ def test_state_counts_its_bytes() -> None:
     ],
 )
 def test_how_a_family_runs(model_type: str, how: str, mixers: tuple[str, ...]) -> None:
-    found = support(self_test.tiny(config_of(model_type)))
-    assert (found.model_type, found.how, found.reason, found.mixers) == (model_type, how, None, mixers)
-    assert any("prefix" in each for each in found.refused) == (model_type in ("qwen3_next", "deepseek_v32"))
+    result = support(self_test.tiny(config_of(model_type)))
+    assert (result.model_type, result.how, result.reason, result.mixers) == (model_type, how, None, mixers)
+    assert any("prefix" in item for item in result.refused) == (model_type in ("qwen3_next", "deepseek_v32"))
 
 
 def test_experts_that_no_table_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in docs/guides/add-a-model.md."""
-    rows = {name: each for name, each in OUTSIDE.items() if name != "LongcatFlashExperts"}
+    rows = {name: item for name, item in OUTSIDE.items() if name != "LongcatFlashExperts"}
     monkeypatch.setattr(model, "OUTSIDE", rows)
-    found = support(self_test.tiny(config_of("longcat_flash")))
-    assert found.how is None
-    assert str(found.reason).startswith("dry run failed in LongcatFlashExperts: ")
+    result = support(self_test.tiny(config_of("longcat_flash")))
+    assert result.how is None
+    assert str(result.reason).startswith("dry run failed in LongcatFlashExperts: ")
 
 
 def test_a_family_is_native_as_far_as_profiles_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,11 +292,11 @@ def test_a_family_is_native_as_far_as_profiles_say(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_why_a_family_does_not_run(model_type: str, changes: dict[str, Any], says: str) -> None:
-    found = support(self_test.tiny(config_of(model_type, **changes)))
-    assert found.how is None
-    assert found.reason is not None
-    assert says in found.reason
-    assert "\n" not in found.reason
+    result = support(self_test.tiny(config_of(model_type, **changes)))
+    assert result.how is None
+    assert result.reason is not None
+    assert says in result.reason
+    assert "\n" not in result.reason
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "llama4", "jetmoe"])
@@ -310,9 +310,9 @@ def test_a_router_is_asked_before_its_layer(model_type: str) -> None:
     while not isinstance(effect, Experts):
         assert isinstance(effect, Attend)
         effect = run.resume(self_test.serve_attention(effect, [(tokens, 11)]))
-    found = bench.model.route(effect.index, effect.x)
-    assert torch.equal(found.ids, effect.ids)
-    assert torch.equal(found.weights, effect.weights)
+    result = bench.model.route(effect.index, effect.x)
+    assert torch.equal(result.ids, effect.ids)
+    assert torch.equal(result.weights, effect.weights)
     run.close()
 
 

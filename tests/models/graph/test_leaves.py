@@ -54,10 +54,10 @@ class Norm(nn.Module):
         self.weight, self.shift, self.once, self.eps = nn.Parameter(torch.ones(HIDDEN)), shift, once, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        found = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        result = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
         if self.once:
-            return (found * (self.shift + self.weight.float())).to(x.dtype)
-        return (self.weight + self.shift) * found.to(x.dtype)
+            return (result * (self.shift + self.weight.float())).to(x.dtype)
+        return (self.weight + self.shift) * result.to(x.dtype)
 
 
 class Centred(Norm):
@@ -101,13 +101,13 @@ class Heads(nn.Module):
         self.q, self.k, self.v = (nn.Linear(HIDDEN, heads * HEAD, bias=False) for heads in (4, 2, 2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (each(x).view(*x.shape[:-1], -1, HEAD).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (item(x).view(*x.shape[:-1], -1, HEAD).transpose(1, 2) for item in (self.q, self.k, self.v))
         return *rotate_halves(q, k, cos, sin), v
 
 
 class Backwards(Heads):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (each(x).view(*x.shape[:-1], -1, HEAD).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (item(x).view(*x.shape[:-1], -1, HEAD).transpose(1, 2) for item in (self.q, self.k, self.v))
         return *rotate_backwards(q, k, cos, sin), v
 
 
@@ -175,11 +175,11 @@ def test_a_leaf_computes_what_its_module_does(name: str, dtype: torch.dtype) -> 
     x = tokens(70, dtype)
     expected = copy.deepcopy(module).float()(x.float())
     use_leaf_kernels(module)
-    found = module(x)
-    assert found.dtype == dtype
-    assert found.shape == expected.shape
+    result = module(x)
+    assert result.dtype == dtype
+    assert result.shape == expected.shape
     step = torch.finfo(dtype).eps
-    assert (found.float() - expected).abs().max() <= 4 * step * expected.abs().max()
+    assert (result.float() - expected).abs().max() <= 4 * step * expected.abs().max()
 
 
 @pytest.mark.skipif(not native.available(), reason="torch rounds up numbers of rows instead")
@@ -189,9 +189,9 @@ def test_the_result_of_a_row_does_not_depend_on_the_others(name: str) -> None:
     lie_together(module)
     use_leaf_kernels(module)
     x = tokens(65, torch.bfloat16)
-    whole = module(x)
+    full = module(x)
     for rows in (slice(3, 4), slice(0, 17), slice(60, 65)):
-        assert torch.equal(module(x[:, rows]), whole[:, rows])
+        assert torch.equal(module(x[:, rows]), full[:, rows])
 
 
 def test_gate_and_up_apart_are_computed_as_two_products() -> None:
@@ -210,22 +210,22 @@ def test_gate_and_up_apart_are_computed_as_two_products() -> None:
 
 def test_rows_with_gaps_and_transposed_are_computed() -> None:
     module = filled(nn.Linear(HIDDEN, WIDTH))
-    own = copy.deepcopy(module)
+    original = copy.deepcopy(module)
     use_leaf_kernels(module)
     wide = torch.randn(1, 7, 2 * HIDDEN)
     for x in (wide[..., HIDDEN:], wide[..., :HIDDEN].transpose(1, 2).contiguous().transpose(1, 2), tokens(1)[0, 0]):
-        assert torch.allclose(module(x), own(x), rtol=1e-4, atol=1e-5)
+        assert torch.allclose(module(x), original(x), rtol=1e-4, atol=1e-5)
 
 
 def test_modules_of_one_class_may_differ() -> None:
     modules = nn.ModuleList((Gated(), Gated(functional.relu), Gated(nn.GELU()), Gated(nn.GELU(approximate="tanh"))))
     use_leaf_kernels(modules)
-    assert ["forward" in vars(each) for each in modules] == [True, False, False, True]
+    assert ["forward" in vars(module) for module in modules] == [True, False, False, True]
     norms = filled(nn.ModuleList((Norm(eps=1e-6), Norm(eps=1.0))))
-    own = copy.deepcopy(norms)
+    original = copy.deepcopy(norms)
     use_leaf_kernels(norms)
-    for mine, theirs in zip(norms, own, strict=True):
-        assert torch.allclose(mine(tokens(3)), theirs(tokens(3)), atol=1e-6)
+    for selected, theirs in zip(norms, original, strict=True):
+        assert torch.allclose(selected(tokens(3)), theirs(tokens(3)), atol=1e-6)
 
 
 def test_a_forward_that_was_replaced_before_stays() -> None:
@@ -259,17 +259,17 @@ def test_products_of_one_input_are_one_and_heads_are_rotated(dtype: torch.dtype,
     module = filled(Heads(), dtype)
     if together:
         lie_together(module)
-    own = copy.deepcopy(module)
+    original = copy.deepcopy(module)
     use_leaf_kernels(module)
     step = torch.finfo(dtype).eps
     for rows in (5, 33, 1, 7):  # the first pass says what the others join
         x, (cos, sin) = tokens(rows, dtype), angles(rows, dtype)
-        expected = own(x, cos, sin)
-        found = module(x, cos, sin)
-        for mine, theirs in zip(found, expected, strict=True):
-            assert mine.shape == theirs.shape
-            assert (mine.float() - theirs.float()).abs().max() <= 4 * step * theirs.float().abs().max()
-        shared = len({each.untyped_storage().data_ptr() for each in found[:2]}) == 1
+        expected = original(x, cos, sin)
+        result = module(x, cos, sin)
+        for selected, theirs in zip(result, expected, strict=True):
+            assert selected.shape == theirs.shape
+            assert (selected.float() - theirs.float()).abs().max() <= 4 * step * theirs.float().abs().max()
+        shared = len({item.untyped_storage().data_ptr() for item in result[:2]}) == 1
         assert shared == (together and rows != 5)
     x = tokens(9, dtype)
     assert torch.equal(module.k(x), module.k(x.clone()))  # alone, and of another input than the last
@@ -277,17 +277,17 @@ def test_products_of_one_input_are_one_and_heads_are_rotated(dtype: torch.dtype,
 
 def test_a_rotation_of_another_kind_is_left_alone() -> None:
     module = filled(Backwards())
-    own = copy.deepcopy(module)
+    original = copy.deepcopy(module)
     use_leaf_kernels(module)
     assert "forward" not in vars(module)
     x = tokens(6), *angles(6)
-    assert all(torch.allclose(*each, rtol=1e-4, atol=1e-5) for each in zip(module(*x), own(*x), strict=True))
+    assert all(torch.allclose(*item, rtol=1e-4, atol=1e-5) for item in zip(module(*x), original(*x), strict=True))
 
 
 def test_angles_whose_halves_differ_are_turned_by_the_modules_own_function() -> None:
     module = filled(Heads())
-    own = copy.deepcopy(module)
+    original = copy.deepcopy(module)
     use_leaf_kernels(module)
     cos, sin = angles(6)
     x = tokens(6), cos * torch.arange(HEAD), sin
-    assert all(torch.allclose(*each, rtol=1e-4, atol=1e-5) for each in zip(module(*x), own(*x), strict=True))
+    assert all(torch.allclose(*item, rtol=1e-4, atol=1e-5) for item in zip(module(*x), original(*x), strict=True))

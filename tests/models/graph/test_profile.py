@@ -56,9 +56,9 @@ def tiny_profile(model_type: str) -> tuple[ModelProfile, Any]:
     return profile_of(graph, name="it", where="config.json"), graph
 
 
-def directory(place: Path, **config: Any) -> Path:
-    (place / "config.json").write_text(json.dumps(config))
-    return place
+def directory(position: Path, **config: Any) -> Path:
+    (position / "config.json").write_text(json.dumps(config))
+    return position
 
 
 def totals(parts: Inventory) -> dict[str, Any]:
@@ -77,9 +77,9 @@ def test_quantised_layers_have_the_bytes_of_the_family_that_is_data(name: str, q
     config = {**their_config(name), "num_hidden_layers": 4}
     config.pop("layer_types", None)
     ours = profile_from_config(HFConfig({**config, "quantization_config": quantization}, where=name), name="it")
-    found = read_quantization(HFConfig({"quantization_config": quantization}, where=name))
-    assert found is not None and ours.stored is not None
-    graph = with_stored(of_config(config), found.format_of, name)
+    result = read_quantization(HFConfig({"quantization_config": quantization}, where=name))
+    assert result is not None and ours.stored is not None
+    graph = with_stored(of_config(config), result.format_of, name)
     assert graph.stored is not None and graph.stored.name == ours.stored.name
     assert graph.stored.pages == ours.stored.pages
     assert sum(size for *_, size in graph.stored.dense) == sum(size for *_, size in ours.stored.dense)
@@ -95,7 +95,7 @@ def test_four_layers_have_the_totals_of_the_family_that_is_data(name: str) -> No
     assert graph.moe_layers == ours.moe_layers
     assert costs.seen_positions(graph, 5000.0) == costs.seen_positions(ours, 5000.0)
     products = [
-        sum(each.before_attention + each.after_attention for each in costs.layer_elements(model))
+        sum(element.before_attention + element.after_attention for element in costs.layer_elements(model))
         for model in (graph, ours)
     ]
     assert products[0] == products[1]
@@ -110,13 +110,15 @@ def test_released_models_have_the_totals_of_the_family_that_is_data(name: str) -
 def assert_complete(model_type: str) -> None:
     """Every number of the module is in a page or a tensor; LongCat's has rows of experts that have no weights."""
     profile, graph = tiny_profile(model_type)
-    spare = {f"{name}.gate_up_proj" for name, each in graph.module.named_modules() if hasattr(each, "zero_expert_num")}
-    stored = {each: name for name, each in graph.module.state_dict(keep_vars=True).items()}
-    numbers = sum(each.numel() for each, name in stored.items() if name not in spare)
-    spared = sum(each[: profile.experts.num_experts].numel() for each, name in stored.items() if name in spare)
+    spare = {
+        f"{name}.gate_up_proj" for name, module in graph.module.named_modules() if hasattr(module, "zero_expert_num")
+    }
+    stored = {item: name for name, item in graph.module.state_dict(keep_vars=True).items()}
+    values = sum(item.numel() for item, name in stored.items() if name not in spare)
+    spared = sum(item[: profile.experts.num_experts].numel() for item, name in stored.items() if name in spare)
     in_page = sum(map(math.prod, page_shapes(profile).values()))
     in_pages = profile.num_moe_layers * profile.experts.num_experts * in_page
-    assert sum(tensor.elements for tensor in profile.tensors) + in_pages == numbers + spared
+    assert sum(tensor.elements for tensor in profile.tensors) + in_pages == values + spared
     assert profile.num_layers == len(profile.layers) == len(profile.moe_layers)
     assert all(
         min(layer.before, layer.after, layer.state_bytes, layer.state_token_bytes) >= 0 for layer in profile.layers
@@ -130,7 +132,7 @@ def test_every_number_of_the_module_is_in_a_page_or_a_tensor(model_type: str) ->
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model_type", [each for each in KINDS if each not in WITHOUT])
+@pytest.mark.parametrize("model_type", [item for item in KINDS if item not in WITHOUT])
 def test_every_family_has_a_complete_profile(model_type: str) -> None:
     assert_complete(model_type)
 
@@ -160,9 +162,9 @@ def test_a_directory_of_any_family_is_planned_for(tmp_path: Path) -> None:
     from moelight.optimizer.api import optimize, simulate
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 1000}
-    place = directory(tmp_path, model_type="minimax_m2", num_local_experts=8, **sizes)
-    model = load_model_profile(str(place / "config.json"))
-    assert model == load_model_profile(str(place))
+    position = directory(tmp_path, model_type="minimax_m2", num_local_experts=8, **sizes)
+    model = load_model_profile(str(position / "config.json"))
+    assert model == load_model_profile(str(position))
     assert (model.model_type, model.num_layers, model.experts.num_experts) == ("minimax_m2", 4, 8)
     plan = optimize("cpu-amx", model, cache=False)
     assert plan.estimate.tokens_per_s > 0
@@ -198,12 +200,12 @@ def test_a_quantised_checkpoint_of_another_family_is_counted(tmp_path: Path) -> 
     """Matrices alone: not the convolutions and decays of linear attention, whose sizes no group divides."""
     config = config_of("qwen3_next").to_dict()
     config |= {"num_hidden_layers": 4, "layer_types": None, "dtype": "bfloat16", "vocab_size": 96}
-    own = load_model_profile(str(directory(tmp_path, **config)))
+    original = load_model_profile(str(directory(tmp_path, **config)))
     config["quantization_config"] = {"quant_method": "gptq", "bits": 8, "group_size": 64}
-    found = load_model_profile(str(directory(tmp_path, **config)))
-    assert found.stored is not None and found.stored.name == "GPTQ int8 in groups of 64"
-    assert 0.5 < inventory(found).total_bytes / inventory(own).total_bytes < 0.6
-    assert not any("conv1d" in name for name, *_ in found.stored.dense)
+    result = load_model_profile(str(directory(tmp_path, **config)))
+    assert result.stored is not None and result.stored.name == "GPTQ int8 in groups of 64"
+    assert 0.5 < inventory(result).total_bytes / inventory(original).total_bytes < 0.6
+    assert not any("conv1d" in name for name, *_ in result.stored.dense)
 
 
 def test_without_transformers_other_families_are_refused_by_name(

@@ -34,7 +34,7 @@ def module_of(model_type: str, dtype: torch.dtype = torch.float32, **changes: An
 
 def usual(model: GraphModel) -> list[bool]:
     """Of each layer, whether it was recognised."""
-    return [isinstance(vars(each).get("forward"), layers._UsualLayer) for each in model.module.model.layers]
+    return [isinstance(vars(layer).get("forward"), layers._UsualLayer) for layer in model.module.model.layers]
 
 
 def hidden_of(model: GraphModel, ids: Tensor) -> Tensor:
@@ -58,10 +58,10 @@ def test_layers_of_the_usual_form_compute_what_their_modules_do(model_type: str,
     use_kernels(ours.module)
     lie_together(ours.module)
     assert all(usual(ours))
-    found, expected = hidden_of(ours, ids), hidden_of(plain, ids)
+    result, expected = hidden_of(ours, ids), hidden_of(plain, ids)
     near = 0.05 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found, expected, rtol=near, atol=near)
-    assert torch.equal(hidden_of(ours, ids[:1]), found[:1])
+    torch.testing.assert_close(result, expected, rtol=near, atol=near)
+    assert torch.equal(hidden_of(ours, ids[:1]), result[:1])
 
 
 @pytest.mark.skipif(not native.available(), reason="without the extension layers compute by their own forward")
@@ -109,11 +109,11 @@ def test_torch_has_one_thread_between_effects_and_kernels_keep_theirs(monkeypatc
     torch.set_num_threads(3)
     try:
         model = GraphModel(module_of("mixtral"))
-        own = model.module.model.norm.forward
+        original = model.module.model.norm.forward
         monkeypatch.setattr(
             model.module.model.norm,
             "forward",
-            lambda x: seen.append((torch.get_num_threads(), kernel_threads())) or own(x),
+            lambda x: seen.append((torch.get_num_threads(), kernel_threads())) or original(x),
         )
         hidden_of(model, torch.arange(ROWS))
         assert seen == [(1, 3) if native.available() else (3, 3)]

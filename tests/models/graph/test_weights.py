@@ -136,26 +136,26 @@ def opened(directory: Path) -> tuple[Graph, GraphWeightMap]:
 
 
 def filled(directory: Path, dtype: torch.dtype | None = None) -> tuple[Graph, GraphWeightMap]:
-    graph, found = opened(directory)
-    dtype = dtype or to_torch(found.dtype)
-    arena = torch.full((found.dense_bytes(dtype),), 0xFF, dtype=torch.uint8)
-    fill_weights(graph, found, arena, dtype)
-    return graph, found
+    graph, result = opened(directory)
+    dtype = dtype or to_torch(result.dtype)
+    arena = torch.full((result.dense_bytes(dtype),), 0xFF, dtype=torch.uint8)
+    fill_weights(graph, result, arena, dtype)
+    return graph, result
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def read_page(found: GraphWeightMap, page: Page) -> Tensor:
-    runs = found.pages[page]
-    with TensorReader([run.file for run in runs], found.dtype) as reader:
+def read_page(result: GraphWeightMap, page: Page) -> Tensor:
+    runs = result.pages[page]
+    with TensorReader([run.file for run in runs], result.dtype) as reader:
         pieces = [torch.empty(run.nbytes, dtype=torch.uint8) for run in runs]
         for run, piece in zip(runs, pieces, strict=True):
             reader.fill(run, 0, piece)
-    whole = torch.cat(pieces)
-    assert whole.numel() == found.page_bytes(page.layer)
-    return whole.view(to_torch(found.dtype))
+    full = torch.cat(pieces)
+    assert full.numel() == result.page_bytes(page.layer)
+    return full.view(to_torch(result.dtype))
 
 
 def matrices(form: ExpertForm, module: nn.Module, expert: int) -> dict[str, Tensor]:
@@ -163,26 +163,26 @@ def matrices(form: ExpertForm, module: nn.Module, expert: int) -> dict[str, Tens
     page = form.page(module, expert)
     names = ("gate", "up") if form.gated else ("up",)
 
-    def upright(each: Projection) -> Tensor:
-        return page[each.name].T if each.transposed else page[each.name]
+    def upright(item: Projection) -> Tensor:
+        return page[item.name].T if item.transposed else page[item.name]
 
     def two(parts: list[Tensor]) -> list[Tensor]:
         if len(parts) == len(names):
             return parts
         return [parts[0][0::2], parts[0][1::2]] if form.interleaved else list(parts[0].chunk(2))
 
-    found = dict(zip(names, two([upright(each) for each in form.inward]), strict=True))
-    found["down"] = upright(form.outward)
+    result = dict(zip(names, two([upright(item) for item in form.inward]), strict=True))
+    result["down"] = upright(form.outward)
     if form.outward.bias:
-        biases = two([page[each.bias] for each in form.inward if each.bias])
-        found |= {f"{name}_bias": bias for name, bias in zip(names, biases, strict=True)}
-        found["down_bias"] = page[form.outward.bias]
-    return found
+        biases = two([page[item.bias] for item in form.inward if item.bias])
+        result |= {f"{name}_bias": bias for name, bias in zip(names, biases, strict=True)}
+        result["down_bias"] = page[form.outward.bias]
+    return result
 
 
 def assert_the_same(directory: Path) -> None:
     theirs = expected(directory)
-    graph, found = filled(directory)
+    graph, result = filled(directory)
     ours, wanted = tensors(graph.module), tensors(theirs)
     in_pages = {path for _, _, paths in paged(graph) for path in paths.values()}
     for name, tensor in ours.items():
@@ -197,11 +197,11 @@ def assert_the_same(directory: Path) -> None:
     count = 0
     for layer, (part, form) in enumerate(zip(graph.experts, graph.forms, strict=True), start=1):
         for expert in range(form.count):
-            numbers = read_page(found, Page(layer=layer, expert=expert))
+            values = read_page(result, Page(layer=layer, expert=expert))
             for name, matrix in matrices(form, theirs.get_submodule(paths[part]), expert).items():
-                assert torch.equal(getattr(found.layouts[layer], name).of(numbers), matrix), (layer, expert, name)
+                assert torch.equal(getattr(result.layouts[layer], name).of(values), matrix), (layer, expert, name)
             count += 1
-    assert count == len(found.pages) > 0
+    assert count == len(result.pages) > 0
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["old", "new"])
@@ -223,16 +223,16 @@ def test_all_weights_of_every_family(family: str, dtype: torch.dtype, tmp_path: 
 def test_the_graph_and_the_page_reader_take_them(tmp_path: Path) -> None:
     directory = save(tiny_module("qwen3_moe"), tmp_path)
     model = GraphModel.from_config(directory)
-    found = locate_weights(directory, model)
-    arena = torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8)
-    fill_weights(model, found, arena, torch.float32)
+    result = locate_weights(directory, model)
+    arena = torch.empty(result.dense_bytes(torch.float32), dtype=torch.uint8)
+    fill_weights(model, result, arena, torch.float32)
     begin, end = arena.data_ptr(), arena.data_ptr() + arena.numel()
     state = model.module.state_dict()
-    places = [(each.data_ptr(), each.data_ptr() % 64) for name, each in state.items() if not each.is_meta]
-    assert all(begin <= place < end and offset == begin % 64 for place, offset in places)
-    assert len(places) == len(found.dense)
-    assert [layer in found.layouts for layer in range(len(model.moe_layers))] == list(model.moe_layers)
-    assert all(layout.gate_up is not None for layout in found.layouts.values())
+    places = [(item.data_ptr(), item.data_ptr() % 64) for name, item in state.items() if not item.is_meta]
+    assert all(begin <= position < end and offset == begin % 64 for position, offset in places)
+    assert len(places) == len(result.dense)
+    assert [layer in result.layouts for layer in range(len(model.moe_layers))] == list(model.moe_layers)
+    assert all(layout.gate_up is not None for layout in result.layouts.values())
 
 
 def test_weights_are_rounded_to_the_dtype_of_the_computation(tmp_path: Path) -> None:
@@ -261,10 +261,10 @@ def test_a_router_bias_stays_float32_among_bfloat16(tmp_path: Path) -> None:
             state.update({name: exact.clone() for name in state if name.endswith("e_score_correction_bias")})
 
         edit(directory, widen)
-        graph, found = filled(directory)
-        buffers = [each for name, each in graph.module.named_buffers() if name.endswith("e_score_correction_bias")]
-        assert found.dtype.name == "bfloat16"
-        assert buffers and all(torch.equal(each, exact) for each in buffers)
+        graph, result = filled(directory)
+        buffers = [buffer for name, buffer in graph.module.named_buffers() if name.endswith("e_score_correction_bias")]
+        assert result.dtype.name == "bfloat16"
+        assert buffers and all(torch.equal(buffer, exact) for buffer in buffers)
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("5.20."), reason="it asks for all of them")
@@ -272,8 +272,8 @@ def test_a_buffer_that_checkpoints_may_lack_is_initialised(tmp_path: Path) -> No
     directory = save(tiny_module("axk1", num_hidden_layers=2), tmp_path)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     edit(directory, lambda state: state.pop(bias))
-    graph, found = filled(directory)
-    assert found.initial == (bias,)
+    graph, result = filled(directory)
+    assert result.initial == (bias,)
     assert torch.equal(graph.module.get_buffer(bias), torch.zeros(8))
     assert_the_same(directory)
 
@@ -282,13 +282,13 @@ def test_tied_weights_have_one_place(tmp_path: Path) -> None:
     directory = save(tiny_module("qwen2_moe", tie_word_embeddings=True), tmp_path)
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     assert head not in load_file(directory / SINGLE)
-    graph, found = filled(directory)
+    graph, result = filled(directory)
     assert graph.module.lm_head.weight is graph.module.model.embed_tokens.weight
-    assert sum(len(tensor.names) == 2 for tensor in found.dense) == 1
+    assert sum(len(tensor.names) == 2 for tensor in result.dense) == 1
     edit(directory, lambda state: state.update({head: state[embed].clone()}))
     twice, again = filled(directory)
     assert torch.equal(twice.module.lm_head.weight, graph.module.lm_head.weight)
-    assert again.dense_bytes(torch.float32) == found.dense_bytes(torch.float32)
+    assert again.dense_bytes(torch.float32) == result.dense_bytes(torch.float32)
     edit(directory, lambda state: state.pop(embed))
     assert torch.equal(filled(directory)[0].module.model.embed_tokens.weight, graph.module.lm_head.weight)
     edit(directory, lambda state: state.update({embed: state[head] + 1}))
@@ -400,15 +400,15 @@ def converting(monkeypatch: pytest.MonkeyPatch, operations: list[Any], source: s
     usual = conversion_mapping.get_model_conversion_mapping
     down = "mlp.experts.down_proj"
 
-    def mapping(*given: Any, **named: Any) -> list[Any]:
+    def mapping(*inputs: Any, **named: Any) -> list[Any]:
         converter = WeightConverter(source or "mlp.experts.*.down_proj.weight", down, operations=operations)
-        return [converter, *(each for each in usual(*given, **named) if each.target_patterns != [down])]
+        return [converter, *(item for item in usual(*inputs, **named) if item.target_patterns != [down])]
 
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
 
 
 def test_buffers_that_nothing_computes_are_named(good: Path) -> None:
-    graph, found = opened(good)
+    graph, result = opened(good)
     graph.module.model.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(ConfigError, match=r"'table' of Qwen2MoeModel is neither stored nor computed"):
-        fill_weights(graph, found, torch.empty(found.dense_bytes(torch.float32), dtype=torch.uint8), torch.float32)
+        fill_weights(graph, result, torch.empty(result.dense_bytes(torch.float32), dtype=torch.uint8), torch.float32)
