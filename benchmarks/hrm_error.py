@@ -227,14 +227,14 @@ def _share(predicted: float, measured: float) -> str:
 
 
 def _said(name: str, result: Row) -> str:
-    def each(errors: Row) -> str:
+    def described(errors: Row) -> str:
         return (
             f"median {errors['median_error']:.1%}, worst {errors['worst_error']:+.1%}, "
             f"half above {errors['median_signed_error']:+.1%}, over {errors['runs']} runs"
         )
 
-    parts = "; ".join(f"{lane} binds: {each(errors)}" for lane, errors in result["by_binding"].items())
-    return f"{name}: {each(result)} (roof: rounds lie {result['roof_error']:.1%} from their median); {parts}"
+    parts = "; ".join(f"{lane} binds: {described(errors)}" for lane, errors in result["by_binding"].items())
+    return f"{name}: {described(result)} (roof: rounds lie {result['roof_error']:.1%} from their median); {parts}"
 
 
 if __name__ == "__main__":

@@ -45,16 +45,16 @@ def figures_of(events: Iterable[Mapping[str, Any]], passes: int, layers: int, mi
             row["bytes"] += event.get("args", {}).get("bytes", 0) / passes
             row["us"] += event.get("dur", 0.0) / passes
 
-    def each(beginnings: tuple[str, ...]) -> float:
+    def per_pass(beginnings: tuple[str, ...]) -> float:
         return sum(count for name, count in calls.items() if name.startswith(beginnings)) / passes
 
     return {
         "passes": passes,
-        "launches": each(LAUNCHES),
-        "launches_per_layer_and_micro_batch": each(LAUNCHES) / (layers * micro_batches),
-        "copies": each(COPIES),
+        "launches": per_pass(LAUNCHES),
+        "launches_per_layer_and_micro_batch": per_pass(LAUNCHES) / (layers * micro_batches),
+        "copies": per_pass(COPIES),
         "waits": sum(count for name, count in calls.items() if name.endswith(WAITS)) / passes,
-        "allocations": each(ALLOCATIONS),
+        "allocations": per_pass(ALLOCATIONS),
         "calls": {name: count / passes for name, count in calls.most_common()},
         "copied": copies,
         "kernel_s": sum(kernel_us.values()) / passes / 1e6,

@@ -57,7 +57,7 @@ def _case(name: str, lengths: list[int], setting: Setting) -> Case:
                 ratio_bar=1.7,
             ),
             Contender(name="torch SDPA padded", make=context.padded, ratio_bar=2.0 if ragged else 0.0),
-            Contender(name="torch SDPA each", make=context.each, ratio_bar=1.3 if ragged else 0.0),
+            Contender(name="torch SDPA each", make=context.sdpa_each, ratio_bar=1.3 if ragged else 0.0),
             Contender(name="vLLM", make=partial(setting.vllm.timed, "decode", asked), ratio_bar=1.0),
             Contender(name="IPEX", make=partial(setting.ipex.timed, "decode", asked)),
             Contender(name="the link", make=lambda: lambda times: times * 2 * values / LINK_BYTES_PER_S),
@@ -128,7 +128,7 @@ class Context:
         """[n, Hkv, P, D] -> [Hkv, L, D] of the first sequence."""
         return blocks.transpose(0, 1).reshape(KV_HEADS, -1, DIM)[:, : self.lengths[0]]
 
-    def each(self) -> Timed:
+    def sdpa_each(self) -> Timed:
         """One call a sequence on contiguous keys and values, the query heads of a group folded into the query rows."""
         flat_k, flat_v = (part.view(-1) for part in self.cache)
         ends = torch.tensor([0, *(KV_HEADS * DIM * length for length in self.lengths)]).cumsum(0).tolist()

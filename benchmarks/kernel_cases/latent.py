@@ -39,7 +39,7 @@ def _case(heads: int, batch: int, length: int, setting: Setting) -> Case:
                 nbytes=2 * tokens * ROW,
                 flop=2 * tokens * heads * (ROW + LATENT),
             ),
-            Contender(name="torch SDPA each", make=context.each, ratio_bar=1.0),
+            Contender(name="torch SDPA each", make=context.sdpa_each, ratio_bar=1.0),
         ],
     )
 
@@ -73,7 +73,7 @@ class Context:
         agree(out[0], weights @ rows[:, :LATENT])
         return timed
 
-    def each(self) -> Timed:
+    def sdpa_each(self) -> Timed:
         """One call a sequence on contiguous rows, the heads as query rows of one head."""
         sequences = self.cache.view(self.sets, self.batch, 1, 1, self.length, ROW)
         q, turn = self.q[:, None, None], turns(self.sets)

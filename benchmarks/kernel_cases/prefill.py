@@ -33,7 +33,7 @@ def _case(name: str, lengths: list[int], setting: Setting) -> Case:
         name=name,
         contenders=[
             Contender(name="moelight", make=prompts.ours, flop=4 * DIM * Q_HEADS * pairs),
-            Contender(name="torch SDPA each", make=prompts.each, ratio_bar=1.0),
+            Contender(name="torch SDPA each", make=prompts.sdpa_each, ratio_bar=1.0),
         ],
     )
 
@@ -60,7 +60,7 @@ class Prompts:
         agree(out[:first], self._sdpa(0, first))
         return timed
 
-    def each(self) -> Timed:
+    def sdpa_each(self) -> Timed:
         """One call a prompt, written where ours is."""
         out = self.operands[3]
 

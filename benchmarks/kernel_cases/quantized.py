@@ -108,7 +108,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                 Contender(
                     name=f"{'int8 x' if rounded else 'moelight'} {stored.name}",
                     make=partial(_ours, stored, layer, setting, activations),
-                    numbers="int8" if rounded else "bfloat16",
+                    product_dtype="int8" if rounded else "bfloat16",
                     nbytes=_bytes(stored, layer) + moved,
                     flop=flop,
                     over="moelight",

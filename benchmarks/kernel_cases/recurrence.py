@@ -27,7 +27,7 @@ def cases(setting: Setting) -> Iterator[Case]:
             name=f"delta rule {batch} x {rows}",
             contenders=[
                 Contender(
-                    name="moelight", make=work.ours, nbytes=8 * values, flop=8 * rows * values, numbers="float32"
+                    name="moelight", make=work.ours, nbytes=8 * values, flop=8 * rows * values, product_dtype="float32"
                 ),
                 Contender(name="transformers", make=work.theirs, ratio_bar=1.0),
             ],
@@ -42,7 +42,7 @@ class Rows:
         self.sets = sets_for(4 * batch * HEADS * DIM * DIM, setting.gib)
 
     @cached_property
-    def given(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Tensor, ...]:
         """q, k, v, decay and beta of all sequences, [B, n, heads, ...]."""
         shape, heads = (self.batch, self.rows), (KEY_HEADS, KEY_HEADS, HEADS)
         q, k, v = (torch.randn(*shape, count, DIM).bfloat16() for count in heads)
@@ -52,7 +52,7 @@ class Rows:
         return random_huge((self.sets, self.batch, HEADS, DIM, DIM), torch.float32)
 
     def ours(self) -> Timed:
-        q, k, v, decay, beta = (item.flatten(0, 1) for item in self.given)
+        q, k, v, decay, beta = (item.flatten(0, 1) for item in self.inputs)
         starts = torch.tensor([*accumulate([self.rows] * self.batch, initial=0)], dtype=torch.int32)
         states, turn = self.states(), turns(self.sets)
 
@@ -74,7 +74,7 @@ class Rows:
 
         one = self.rows == 1
         rule = family.torch_recurrent_gated_delta_rule if one else family.torch_chunk_gated_delta_rule
-        q, k, v, g, beta = self.given
+        q, k, v, g, beta = self.inputs
         out, last = rule(
             q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
         )

@@ -35,7 +35,7 @@ class Contender:
     make: Callable[[], Timed]
     nbytes: float = 0.0
     flop: float = 0.0
-    numbers: str = "bfloat16"
+    product_dtype: str = "bfloat16"
     over: str = ""
     share_bar: float = 0.0
     ratio_bar: float = 0.0
@@ -89,7 +89,7 @@ def race(case: Case, roofs: Roofs, rounds: int, turn_s: float) -> list[Row]:
     spread()
     samples: dict[str, list[float]] = {name: [] for name in timed}
     reads: list[float] = []
-    products: dict[str, list[float]] = {contender.numbers: [] for contender in case.contenders}
+    products: dict[str, list[float]] = {contender.product_dtype: [] for contender in case.contenders}
     for number in range(rounds):
         reads.append(roofs.read_seconds_per_byte())
         for product, selected in products.items():
@@ -136,7 +136,7 @@ def _row(
 
 def _roofs_s(contender: Contender, reads: list[float], products: dict[str, list[float]]) -> list[float]:
     """Seconds of each round's roof, by its seconds per byte and per flop."""
-    pairs = zip(reads, products[contender.numbers], strict=True)
+    pairs = zip(reads, products[contender.product_dtype], strict=True)
     return [max(contender.nbytes * pair, contender.flop * flop) for pair, flop in pairs]
 
 

@@ -53,7 +53,7 @@ def killed(outputs: Outputs, point: str, count: int) -> bool:
     return status != 0
 
 
-def whole(outputs: Outputs) -> bool:
+def is_complete(outputs: Outputs) -> bool:
     """All rows are there once, and nothing else is."""
     assert outputs.errors is not None
     rows, errors = outputs.rows.read_bytes().splitlines(True), outputs.errors.read_bytes().splitlines(True)
@@ -85,7 +85,7 @@ def main(directory: Path) -> None:
             while killed(outputs, point, reached // 2 + 1):
                 reached += 1
             assert reached or (point in ("before_rename", "after_rename") and not outputs.atomic), point
-            assert whole(outputs), point
+            assert is_complete(outputs), point
             kills += reached
     print(kills)
 

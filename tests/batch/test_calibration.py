@@ -28,7 +28,7 @@ def routed(x: Tensor, ids: Tensor) -> Routed:
     return Routed(x=x, weights=torch.ones(ids.shape), ids=ids.int())
 
 
-def kept(directory: Path, x: Tensor, ids: Tensor, order: Tensor, parts: int) -> dict[int, Tensor]:
+def kept_inputs(directory: Path, x: Tensor, ids: Tensor, order: Tensor, parts: int) -> dict[int, Tensor]:
     """The rows of each of three experts of layer 1, whose inputs arrive in ``order`` and ``parts``."""
     directory.mkdir()
     rows = InputRows(directory, 2, 3, HIDDEN)
@@ -49,8 +49,8 @@ def test_the_same_inputs_are_kept_in_whatever_order_they_arrive(tmp_path: Path) 
     x[1] = x[0]
     ids = torch.cat([torch.zeros(50, 1, dtype=torch.int64), torch.randint(1, 3, (50, 1))], dim=1)
     ids[5:, 1] = 1
-    first = kept(tmp_path / "first", x, ids, torch.arange(50), 1)
-    other = kept(tmp_path / "other", x, ids, torch.randperm(50), 7)
+    first = kept_inputs(tmp_path / "first", x, ids, torch.arange(50), 1)
+    other = kept_inputs(tmp_path / "other", x, ids, torch.randperm(50), 7)
     for expert, rows in first.items():
         assert torch.equal(rows, other[expert])
         selected = x[(ids == expert).any(1)].unique(dim=0)

@@ -333,13 +333,13 @@ def test_the_bytes_are_counted_from_the_config(kind: str, tmp_path: Path) -> Non
 
 def test_a_few_pieces_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(tmp_path / "model", fused=True, num_local_experts=32)
-    read, store, live, most, lock = convert_module.read_tensor, convert_module._store, 0, 0, threading.Lock()
+    read, store, live, max_live, lock = convert_module.read_tensor, convert_module._store, 0, 0, threading.Lock()
 
     def counted_read(info: Any) -> Tensor:
-        nonlocal live, most
+        nonlocal live, max_live
         with lock:
             live += 1
-            most = max(most, live)
+            max_live = max(max_live, live)
         return read(info)
 
     def counted_store(*arguments: Any) -> None:
@@ -353,7 +353,7 @@ def test_a_few_pieces_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(convert_module, "_store", counted_store)
     monkeypatch.setattr(convert_module, "_CHUNK", 5000)
     convert_checkpoint(options(model, tmp_path / "out"))
-    assert live == 0 and most <= 6
+    assert live == 0 and max_live <= 6
     assert torch.equal(tensors_of(tmp_path / "out")["lm_head.weight"], tensors_of(model)["lm_head.weight"])
 
 

@@ -36,7 +36,7 @@ def write(tmp_path: Path, name: str, content: bytes) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "kind", "why"),
+    ("name", "content", "kind", "reason"),
     [
         ("a.jsonl", OPENAI, "openai", "custom_id, method, url, body on line 1"),
         ("a.jsonl", b"\n\n" + OPENAI, "openai", "on line 3"),
@@ -56,10 +56,10 @@ def write(tmp_path: Path, name: str, content: bytes) -> Path:
         ("a.csv.gz", gzip.compress(b"prompt\na\n", mtime=0), "csv", "by its name, .csv"),
     ],
 )
-def test_what_a_file_is_taken_for(name: str, content: bytes, kind: str, why: str, tmp_path: Path) -> None:
+def test_what_a_file_is_taken_for(name: str, content: bytes, kind: str, reason: str, tmp_path: Path) -> None:
     with open_input(write(tmp_path, name, content)) as read:
         assert read.format.name == kind
-        assert read.name == str(tmp_path / name) and why in read.detected
+        assert read.name == str(tmp_path / name) and reason in read.detected
         assert any(isinstance(row, Row) for row in read.rows()) or b"torn" in content
 
 

@@ -296,7 +296,7 @@ def test_rows_in_a_file_and_errors_in_a_pipe_do_not_mix(engine: StandIn, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("sampling", "said"),
+    ("sampling", "message"),
     [
         ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
         ({"stop_token_ids": [9999]}, "token id 9999 is not below the vocabulary's 98"),
@@ -304,9 +304,9 @@ def test_rows_in_a_file_and_errors_in_a_pipe_do_not_mix(engine: StandIn, tmp_pat
     ],
 )
 def test_what_no_row_could_be_served_with_is_refused_once(
-    sampling: dict[str, Any], said: str, engine: StandIn, tmp_path: Path
+    sampling: dict[str, Any], message: str, engine: StandIn, tmp_path: Path
 ) -> None:
     path = prompts(tmp_path, {"prompt": "a"})
-    with pytest.raises(InputError, match=re.escape(said)):
+    with pytest.raises(InputError, match=re.escape(message)):
         run_job(JobOptions(prompts=path, output=tmp_path / "out.jsonl", sampling=SamplingParams(**sampling)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]

@@ -69,7 +69,7 @@ def test_a_complete_output_needs_no_model(engine: StandIn, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"sampling": SamplingParams(max_tokens=9)}, "sampling.max_tokens: was null, is 9"),
         ({"policy": Policy(model="demo", weight_dtype="bfloat16")}, "numbers.weight_dtype"),
@@ -79,7 +79,7 @@ def test_a_complete_output_needs_no_model(engine: StandIn, tmp_path: Path) -> No
     ],
 )
 def test_another_job_is_refused_with_the_difference(
-    changed: dict[str, Any], said: str, engine: StandIn, tmp_path: Path
+    changed: dict[str, Any], message: str, engine: StandIn, tmp_path: Path
 ) -> None:
     path = prompts(tmp_path, {"prompt": "a"})
     options = JobOptions(prompts=path, output=tmp_path / "out.jsonl")
@@ -92,7 +92,7 @@ def test_another_job_is_refused_with_the_difference(
         shutil.copytree(DEMO, changed["model"])
         (tmp_path / "model" / "tokenizer_config.json").unlink()
     other = dataclasses.replace(options, **changed)
-    with pytest.raises(InputError, match=said) as refusal:
+    with pytest.raises(InputError, match=message) as refusal:
         run_job(other)
     assert "--allow-changed" in str(refusal.value) and "--restart" in str(refusal.value)
     allowed = dataclasses.replace(other, durability=Durability(allow_changed=True))

@@ -239,7 +239,7 @@ def execute(journal: Path, statement: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     {
         "no journal": "is here already, and its journal out.jsonl.journal is not",
         "no output": "is gone, 30 bytes were written to it",
@@ -255,11 +255,11 @@ def execute(journal: Path, statement: str) -> None:
         "another version": "version 9",
     }.items(),
 )
-def test_what_does_not_fit_is_refused_and_left(kind: str, said: str, outputs: Outputs) -> None:
+def test_what_does_not_fit_is_refused_and_left(kind: str, message: str, outputs: Outputs) -> None:
     begun(outputs)
     damage(outputs.rows, kind)
     before = {path: path.read_bytes() for path in outputs.rows.parent.iterdir()}
-    with pytest.raises(InputError, match=said) as refusal:
+    with pytest.raises(InputError, match=message) as refusal:
         Journal.open(outputs, FACTS)
     assert "--restart" in str(refusal.value) and "\n" not in str(refusal.value)
     assert before == {path: path.read_bytes() for path in outputs.rows.parent.iterdir()}

@@ -96,7 +96,7 @@ def test_what_a_chat_template_gets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "constraint"),
+    ("body_fields", "constraint"),
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
@@ -110,8 +110,8 @@ def test_what_a_chat_template_gets() -> None:
         ({"guided_choice": ["a"]}, StructuredOutputs(choice=["a"])),
     ],
 )
-def test_what_an_answer_must_match(given: dict[str, Any], constraint: StructuredOutputs | None) -> None:
-    assert row(chat("a", **given)).sampling.structured_outputs == constraint
+def test_what_an_answer_must_match(body_fields: dict[str, Any], constraint: StructuredOutputs | None) -> None:
+    assert row(chat("a", **body_fields)).sampling.structured_outputs == constraint
 
 
 @pytest.mark.parametrize(

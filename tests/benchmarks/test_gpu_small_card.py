@@ -14,13 +14,13 @@ from tests.benchmarks.scripts import BENCHMARKS, ran
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("small-card") / "results"
 
 
 @pytest.fixture(scope="module")
-def report(kept: Path) -> dict[str, Any]:
-    options = ["--device", "twin", "--tiny", "--results", kept, "--accelerate-python", kept / "no-such-python"]
+def report(results: Path) -> dict[str, Any]:
+    options = ["--device", "twin", "--tiny", "--results", results, "--accelerate-python", results / "no-such-python"]
     return ran("gpu_small_card", *options)
 
 
@@ -51,12 +51,12 @@ def test_a_plan_takes_most_of_its_cap_and_no_more(report: dict[str, Any]) -> Non
         assert not row["device_exceeded"]
 
 
-def test_results_and_traces_are_kept(report: dict[str, Any], kept: Path) -> None:
+def test_results_and_traces_are_kept(report: dict[str, Any], results: Path) -> None:
     assert report["device"] == "twin" and report["files"] == "hollow"
-    assert json.loads((kept / "gpu_small_card.json").read_text()) == report
-    traces = sorted(path.name for path in kept.glob("*.trace.json"))
+    assert json.loads((results / "gpu_small_card.json").read_text()) == report
+    traces = sorted(path.name for path in results.glob("*.trace.json"))
     assert traces == [f"{name}-{123 << 20}.trace.json" for name in ("cgopipe", "flexgen", "static")]
-    assert all(json.loads((kept / name).read_text())["traceEvents"] for name in traces)
+    assert all(json.loads((results / name).read_text())["traceEvents"] for name in traces)
 
 
 def test_real_files_are_read_and_kept_for_another_run(tmp_path: Path) -> None:

@@ -17,17 +17,17 @@ class Streams:
     """File descriptors of this process that become stdin, stdout and stderr of another; None becomes a closed one."""
 
     def __init__(self, *values: int | None) -> None:
-        self.numbers = values
+        self.descriptors = values
 
     def __reduce__(self) -> tuple[Any, ...]:  # while a process starts, which takes them along
-        return Received, tuple(None if number is None else DupFd(number) for number in self.numbers)
+        return Received, tuple(None if number is None else DupFd(number) for number in self.descriptors)
 
 
 class Received:
     """The same at their destination."""
 
     def __init__(self, *handles: Any) -> None:
-        self.numbers = [None if handle is None else handle.detach() for handle in handles]
+        self.descriptors = [None if handle is None else handle.detach() for handle in handles]
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
 ) -> None:
     """``python -m module`` with ``arguments``; exit with its code."""
     os.setsid()
-    for number, received in enumerate(streams.numbers):
+    for number, received in enumerate(streams.descriptors):
         if received is None:
             os.close(number)
         else:
@@ -45,7 +45,7 @@ def run(
     ways: list[dict[str, Any]] = [{}, {"mode": "w"}, {"mode": "w", "errors": "backslashreplace", "buffering": 1}]
     sys.stdin, sys.stdout, sys.stderr = (
         None if received is None else os.fdopen(number, **told, **ways[number])
-        for number, received in enumerate(streams.numbers)
+        for number, received in enumerate(streams.descriptors)
     )
     os.environ.clear()
     os.environ.update(environment)

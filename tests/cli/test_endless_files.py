@@ -42,7 +42,7 @@ OPTIONS = {
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     write_prompts(tmp_path / "good.jsonl", {"prompt": "add 1 and 2 ="})
     shutil.copytree(DEMO, tmp_path / "model")
     (tmp_path / "model" / "additional_chat_templates").mkdir()
@@ -51,11 +51,11 @@ def there(tmp_path: Path) -> Path:
 
 # All of them read through the one reader: each meets one of the two in turn.
 @pytest.mark.parametrize(("option", "kind"), list(zip(OPTIONS, itertools.cycle(WAITS))))
-def test_a_file_that_never_ends_is_one_line(option: str, kind: str, there: Path) -> None:
+def test_a_file_that_never_ends_is_one_line(option: str, kind: str, directory: Path) -> None:
     arguments, name = OPTIONS[option]
-    put(kind, there / name)
+    put(kind, directory / name)
     with guarded():
-        done = moelight_inside(*arguments.replace("@", str(there)).split())
+        done = moelight_inside(*arguments.replace("@", str(directory)).split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert Path(name).name in done.stderr and ENDLESS[kind][1].lower() in done.stderr.lower()
@@ -63,13 +63,13 @@ def test_a_file_that_never_ends_is_one_line(option: str, kind: str, there: Path)
 
 @pytest.mark.parametrize("kind", WAITS)
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "shard.safetensors"])
-def test_a_shard_or_index_that_never_ends_is_one_line(name: str, kind: str, there: Path) -> None:
-    model = there / "model"
+def test_a_shard_or_index_that_never_ends_is_one_line(name: str, kind: str, directory: Path) -> None:
+    model = directory / "model"
     (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"x": "shard.safetensors"}}')
     put(kind, model / name)
     with guarded():
-        done = moelight_inside("generate", there / "good.jsonl", "--model", model)
+        done = moelight_inside("generate", directory / "good.jsonl", "--model", model)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert name in done.stderr and ENDLESS[kind][1] in done.stderr

@@ -290,16 +290,16 @@ def test_a_plan_uses_what_is_allowed_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--allow", "int5"), "--allow: 'int5' is not one of int8, int4, kv8 (did you mean 'int8'?)"),
         (("--allow", "kv8", "--kv-dtype", "int8"), "--allow kv8 and --kv-dtype int8 both say"),
         (("--allow", "int8", "--fix", "weight_dtype=int8"), "--allow int8 and --fix weight_dtype=int8 both say"),
     ],
 )
-def test_what_is_allowed_is_said_once(options: tuple[str, ...], said: str) -> None:
+def test_what_is_allowed_is_said_once(options: tuple[str, ...], message: str) -> None:
     done = run("optimize", "--hw", "t4", "--model", "mixtral", *options)
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_the_measured_quality_is_beside_the_speed(tmp_path: Path) -> None:

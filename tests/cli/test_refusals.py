@@ -17,7 +17,7 @@ from tests.cli.program import DEMO, Program, moelight, moelight_inside, write_pr
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of prompts and models, most of them wrong; every test must leave it as it is."""
     directory = tmp_path_factory.mktemp("refusals")
     write_prompts(directory / "good.jsonl", {"prompt": "add 1 and 2 ="})
@@ -129,12 +129,12 @@ BY_A_PROCESS = (
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused_in_one_clear_line(kind: str, there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_in_one_clear_line(kind: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    before = sorted(there.rglob("*"))
+    before = sorted(files.rglob("*"))
     arguments, words = REFUSED[kind]
     run = moelight if kind in BY_A_PROCESS else moelight_inside
-    done = run("generate", *arguments.replace("@", str(there)).split())
+    done = run("generate", *arguments.replace("@", str(files)).split())
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     # On a slow machine the plan is said before.
@@ -142,8 +142,8 @@ def test_refused_in_one_clear_line(kind: str, there: Path, monkeypatch: pytest.M
     assert 1 <= message.count("\n") <= 3
     assert "Traceback" not in done.stderr
     for word in words:
-        assert word.replace("@", str(there)) in done.stderr
-    assert sorted(there.rglob("*")) == before
+        assert word.replace("@", str(files)) in done.stderr
+    assert sorted(files.rglob("*")) == before
 
 
 def test_unknown_command() -> None:
@@ -152,8 +152,8 @@ def test_unknown_command() -> None:
     assert "generat" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_full_disk_is_one_line(there: Path) -> None:
-    done = moelight("generate", there / "good.jsonl", "-o", "/dev/full")
+def test_a_full_disk_is_one_line(files: Path) -> None:
+    done = moelight("generate", files / "good.jsonl", "-o", "/dev/full")
     assert (done.returncode, done.stdout) == (74, "")
     assert "no space left" in done.stderr.splitlines()[-1] and done.stderr.count("moelight: error: ") == 1
 

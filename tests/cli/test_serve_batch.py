@@ -72,7 +72,7 @@ def test_the_official_client_is_answered_by_the_model(client: openai.OpenAI) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "reason"),
     [
         (["--model", "no/such/model"], "no such directory"),
         (["--host", "0.0.0.0"], "other machines could reach it; add --allow-remote"),
@@ -90,13 +90,13 @@ def test_the_official_client_is_answered_by_the_model(client: openai.OpenAI) -> 
         (["--watch", "@", "--expire"], "--expire contradict each other"),
     ],
 )
-def test_refused_in_one_line(words: list[str], why: str, tmp_path: Path) -> None:
+def test_refused_in_one_line(words: list[str], reason: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     inputs = [word.replace("@", str(tmp_path)) for word in words]
     http = [] if "--watch" in words else ["--data", tmp_path / "d", "--port", "0"]
     done = moelight_inside("serve-batch", "--model", "demo", *http, *inputs)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert why in done.stderr
+    assert reason in done.stderr
 
 
 def test_a_taken_port_and_a_missing_extra_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

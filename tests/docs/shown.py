@@ -81,10 +81,10 @@ class Difference:
 
     def __str__(self) -> str:
         changes = difflib.unified_diff(self.shown, self.now, "shown", "found", lineterm="", n=0)
-        return "\n".join([f"{place(self.document)}:{self.first + 1}:", *changes])
+        return "\n".join([f"{relative(self.document)}:{self.first + 1}:", *changes])
 
 
-def place(document: Path) -> str:
+def relative(document: Path) -> str:
     """What a person calls ``document``."""
     return str(document.relative_to(ROOT)) if document.is_relative_to(ROOT) else document.name
 
@@ -103,7 +103,7 @@ def play(document: Path) -> list[Difference]:
     names = _names() if any(step.python for step in steps) else {"close": lambda: None}
     try:
         for step in steps:
-            actual = _done(step, names, f"{place(document)}:{step.line + 1}")
+            actual = _done(step, names, f"{relative(document)}:{step.line + 1}")
             if actual is not None and step.shown is not None and not agrees(step.shown, actual):
                 now = brought_up_to_date(step.shown, actual)
                 result.append(Difference(document=document, first=step.shown.first, shown=step.shown.lines, now=now))

@@ -47,14 +47,16 @@ def test_the_same_tokens_by_few_launches(kv_dtype: str, tiny: Tiny, monkeypatch:
     ]
     sizes: dict[str, Any] = {"model": model, "batch_size": 2, "micro_batch_size": 2, "kv_dtype": kv_dtype}
     with Engine(Policy(**sizes), device="cpu") as engine:
-        expected = {each.index: each.token_ids for each in engine.run(requests)}
+        expected = {completion.index: completion.token_ids for completion in engine.run(requests)}
     monkeypatch.setattr(attention_ops, "kernels_of", lambda _: kernels)
     monkeypatch.setattr(attention_ops, "MOST_COPIES", 0)
     ran, kv = Counter[Any](), Shares(device=0.5, host=0.5)
     policy = Policy(**sizes, attention_device="gpu", ffn_device="gpu", schedule="flexgen", kv=kv)
     with Engine(policy, device="twin", lanes="inline") as engine:  # the interpreter knows one thread
-        found = engine.run(requests, on_pass=lambda: ran.update(s.task.kind for s in require(engine.timeline).spans))
-        assert {each.index: each.token_ids for each in found} == expected
+        completions = engine.run(
+            requests, on_pass=lambda: ran.update(s.task.kind for s in require(engine.timeline).spans)
+        )
+        assert {completion.index: completion.token_ids for completion in completions} == expected
     assert called["attend"] == ran[TaskKind.ATTENTION] > 0
     quantised = kv_dtype == "int8"
     assert 0 < called["fetch"] <= (1 + quantised) * ran[TaskKind.LOAD_KV]  # none if no cached token is in host memory

@@ -89,16 +89,16 @@ def grammars() -> list[tuple[StructuredOutputs, Fits]]:
     return made
 
 
-@pytest.mark.parametrize("place", ["cpu", "twin"])
-def test_answers_match_thirty_grammars_in_one_batch(place: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_answers_match_thirty_grammars_in_one_batch(device: str) -> None:
     wanted = grammars()
-    policy = Policy(model="demo", batch_size=16, micro_batch_size=8, ffn_device="gpu" if place == "twin" else "cpu")
+    policy = Policy(model="demo", batch_size=16, micro_batch_size=8, ffn_device="gpu" if device == "twin" else "cpu")
     hows = [
         SamplingParams(max_tokens=400, temperature=1.0, seed=n, structured_outputs=outputs)
         for n, (outputs, _) in enumerate(wanted)
     ]
     plain = SamplingParams(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
-    with Engine(policy, device=place) as engine:
+    with Engine(policy, device=device) as engine:
         for n, how in enumerate(hows):
             engine.check(Request(index=n, token_ids=(5,), sampling=how))
         result = engine.generate(["tell me: "] * 32, [*hows, plain, plain])

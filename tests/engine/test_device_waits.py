@@ -59,7 +59,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.blocking: list[str] = []
         self.kinds: set[TaskKind] = set()
         self.launches, self.runs = 0, True  # kernels are launched; and run
         self._here = threading.local()
@@ -73,7 +73,7 @@ class Waits(TorchDispatchMode):
 
     def note(self, label: str) -> None:
         if (task := getattr(self._here, "task", None)) is not None:
-            self.found.append(f"{task.name} on {task.lane}: {label}")
+            self.blocking.append(f"{task.name} on {task.lane}: {label}")
 
     @contextmanager
     def inside(self, task: Task | None) -> Iterator[None]:
@@ -165,14 +165,14 @@ def test_the_watch_sees_what_waits(waits: Waits) -> None:
         lambda: torch.tensor([1, 2]),
         HostCopy(values).wait,
     ):
-        before = len(waits.found)
+        before = len(waits.blocking)
         with waits, waits.inside(Task(kind=TaskKind.ROUTE, lane=Lane.DEVICE)):
             read()
-        assert len(waits.found) > before, read
-    before = len(waits.found)
+        assert len(waits.blocking) > before, read
+    before = len(waits.blocking)
     with waits, waits.inside(Task(kind=TaskKind.ROUTE, lane=Lane.DEVICE)):
         values[values.flip(0)] += torch.where(values > 1, values, 2 * values)
-    assert len(waits.found) == before
+    assert len(waits.blocking) == before
 
 
 def tokens_of(policy: Policy, experts: ExpertOptions | None = None) -> list[tuple[int, ...]]:
@@ -210,7 +210,7 @@ def test_no_task_of_a_device_waits_for_it(
     monkeypatch.setattr(Workspace, "room_for", lambda *_: 8)
     waits.runs = (schedule, homes) in RUN
     assert (tokens_of(policy_of(model, schedule, homes)) == truth) == waits.runs
-    assert not waits.found, "\n".join(sorted(set(waits.found)))
+    assert not waits.blocking, "\n".join(sorted(set(waits.blocking)))
     assert waits.launches > 0
     assert (TaskKind.SEND_EXPERTS in waits.kinds) == (homes == "on demand")
     assert (TaskKind.SEND_PAGE in waits.kinds) == (homes != "resident"), "prompts fill a pass of all pages"
@@ -232,7 +232,7 @@ def test_nor_does_what_is_predicted_and_recorded(
     trace = tmp_path / "trace.jsonl"
     options = ExpertOptions(policy=asked, trace=trace, record=True)
     tokens_of(policy_of(model, schedule, "streaming", residents="learned"), options)
-    assert not waits.found, "\n".join(sorted(set(waits.found)))
+    assert not waits.blocking, "\n".join(sorted(set(waits.blocking)))
     assert {TaskKind.PREDICT_EXPERTS, TaskKind.SEND_AHEAD} <= waits.kinds
     computed = sum(map(len, PROMPTS)) + len(PROMPTS) * (HOW.max_tokens - 1)
     rows = list(read_rows(trace))

@@ -68,10 +68,10 @@ def test_text_is_the_decoded_tokens(engine: Engine, plain: list[Completion]) -> 
         assert completion.text in (text, text.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character cut by max_tokens
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
-def test_max_tokens_cuts_the_same_answer_shorter(engine: Engine, plain: list[Completion], most: int) -> None:
-    for short, long in zip(engine.generate(PROMPTS, replace(EIGHT, max_tokens=most)), plain, strict=True):
-        assert short.token_ids == long.token_ids[:most]
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_max_tokens_cuts_the_same_answer_shorter(engine: Engine, plain: list[Completion], limit: int) -> None:
+    for short, long in zip(engine.generate(PROMPTS, replace(EIGHT, max_tokens=limit)), plain, strict=True):
+        assert short.token_ids == long.token_ids[:limit]
         assert short.finish_reason == "length"
 
 

@@ -31,13 +31,13 @@ class Source:
     """Requests without end, and how many of them were asked for."""
 
     def __init__(self, *, fails_at: int | None = None) -> None:
-        self.given, self._fails_at = 0, fails_at
+        self.taken, self._fails_at = 0, fails_at
 
     def __iter__(self) -> Iterator[Request]:
         for index in count():
             if index == self._fails_at:
                 raise OSError("the disk is gone")
-            self.given += 1
+            self.taken += 1
             yield Request(
                 index=index,
                 token_ids=(65 + index % 26,) * (1 + index % 7),
@@ -57,16 +57,16 @@ def test_no_more_is_asked_for_than_rides_and_one_ahead(model: Path, devices: str
         Policy(model=str(model), batch_size=4, **DEVICES[devices]), device="cpu" if devices == "cpu" else "twin"
     ) as engine:
         result = engine.run(source)
-        assert source.given == 0
+        assert source.taken == 0
         for _ in islice(result, 40):
             ended += 1
-            assert source.given <= ended + 3 * 4 + 1, "those of this pass and of two that follow it, and one"
+            assert source.taken <= ended + 3 * 4 + 1, "those of this pass and of two that follow it, and one"
         result.close()
-        assert engine.stats.prompt_tokens < source.given * 4
+        assert engine.stats.prompt_tokens < source.taken * 4
         assert engine._loaded.pool.free == engine._loaded.pool.blocks
-        inputs = source.given
+        inputs = source.taken
         assert len(list(engine.run(islice(Source(), 3)))) == 3
-        assert source.given == inputs, "who was closed is not asked again"
+        assert source.taken == inputs, "who was closed is not asked again"
 
 
 @pytest.mark.parametrize("devices", ["cpu", "gpu"])

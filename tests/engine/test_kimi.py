@@ -104,18 +104,18 @@ def test_ids_are_those_of_tiktoken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         ("AAA=", "line 317 is no token in base64 and its rank 316"),
         ("YWFhYWFhYQ== 5", "line 317 is no token in base64 and its rank 316"),
         ("A$== 316", "line 317"),
     ],
 )
-def test_a_damaged_vocabulary_is_refused(damage: str, said: str, tmp_path: Path) -> None:
+def test_a_damaged_vocabulary_is_refused(damage: str, message: str, tmp_path: Path) -> None:
     publish(tmp_path)
     with (tmp_path / TIKTOKEN).open("a") as file:
         file.write(damage)
-    with pytest.raises(CheckpointError, match=regex.escape(said)):
+    with pytest.raises(CheckpointError, match=regex.escape(message)):
         Tokenizer.from_dir(tmp_path)
 
 

@@ -44,7 +44,7 @@ def here(resident: int, **changes: object) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("policy", "wanted", "why"),
+    ("policy", "wanted", "reason"),
     [
         (here(4, residents="static"), True, "the policy says so"),
         (here(16), True, "every expert is resident"),
@@ -58,10 +58,10 @@ def here(resident: int, **changes: object) -> Policy:
         (here(12, batch_size=12, residents="learned"), False, "on-demand passes"),
     ],
 )
-def test_the_reason_is_said(policy: Policy, wanted: bool, why: str) -> None:
+def test_the_reason_is_said(policy: Policy, wanted: bool, reason: str) -> None:
     result, message = resolved(policy, wanted=wanted)
-    assert message.startswith(why)
-    assert result.residents == ("learned" if why == "on-demand passes" else "static")
+    assert message.startswith(reason)
+    assert result.residents == ("learned" if reason == "on-demand passes" else "static")
     if result.residents == "static":
         assert result == replace(policy, residents="static")
 

@@ -275,7 +275,7 @@ def _other_dtype(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (_cut, UP),
         (_no_scales, rf"{UP}.scales' .* is missing"),
@@ -283,12 +283,12 @@ def _other_dtype(tensors: dict[str, Tensor]) -> None:
         (_other_dtype, rf"{UP}.qzeros' has dtype I64"),
     ],
 )
-def test_a_lie_is_refused_by_tensor(change: Change, said: str, mixtral: Path, tmp_path: Path) -> None:
+def test_a_lie_is_refused_by_tensor(change: Change, message: str, mixtral: Path, tmp_path: Path) -> None:
     quantised, _ = quantise(mixtral, tmp_path, METHODS["gptq int4"])
     tensors = load_file(quantised / "model.safetensors")
     change(tensors)
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         tokens(quantised, weights=RESIDENT)
 
 

@@ -60,12 +60,12 @@ def check(result: Any, logprobs: Tensor, token: int, top: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "setting"),
     [*((name, "cpu") for name in (*FAMILIES, "demo")), ("demo", "twin"), ("mixtral", "twin, cache there")],
 )
-def test_log_probabilities_are_those_of_transformers(name: str, place: str, tiny: Tiny) -> None:
+def test_log_probabilities_are_those_of_transformers(name: str, setting: str, tiny: Tiny) -> None:
     directory = DEMO if name == "demo" else tiny(name)
-    result = served(directory, PROMPTS, HOW, place)
+    result = served(directory, PROMPTS, HOW, setting)
     sequences = [[*prompt, *item.token_ids] for prompt, item in zip(PROMPTS, result, strict=True)]
     for prompt, item, logprobs in zip(PROMPTS, result, wanted(directory, sequences), strict=True):
         assert item.prompt_logprobs is not None
@@ -80,8 +80,8 @@ def test_log_probabilities_are_those_of_transformers(name: str, place: str, tiny
         assert item.cumulative_logprob == pytest.approx(total)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_prompt_is_scored_without_generating(tiny: Tiny, place: str) -> None:
+@pytest.mark.parametrize("setting", PLACES)
+def test_a_prompt_is_scored_without_generating(tiny: Tiny, setting: str) -> None:
     """Beside others that go on; from where it is asked for; as it is where everything is scored."""
     model = tiny("mixtral")
     full = [item.prompt_logprobs or () for item in served(model, PROMPTS, HOW)]
@@ -91,10 +91,10 @@ def test_a_prompt_is_scored_without_generating(tiny: Tiny, place: str) -> None:
         micro_batch_size=2,
         micro_batch_tokens=7,
         weight_dtype="float32",
-        **PLACES[place],
+        **PLACES[setting],
     )
     scoring = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    with Engine(policy, device=place.partition(",")[0]) as engine:
+    with Engine(policy, device=setting.partition(",")[0]) as engine:
         requests = [
             Request(index=n, token_ids=tuple(ids), sampling=scoring, scored_from=1 + n) for n, ids in enumerate(PROMPTS)
         ]

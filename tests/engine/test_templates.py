@@ -278,11 +278,11 @@ def test_text_is_transformers(name: str, theirs: PreTrainedTokenizerFast) -> Non
 
 
 @pytest.mark.parametrize("name", ["qwen", "deepseek", "gpt-oss", "llama", "glm"])
-@pytest.mark.parametrize("said", ["The sum", "The sum ", "one\n\ntwo\n"])
+@pytest.mark.parametrize("reply", ["The sum", "The sum ", "one\n\ntwo\n"])
 def test_the_final_message_is_continued_as_transformers_does(
-    name: str, said: str, theirs: PreTrainedTokenizerFast
+    name: str, reply: str, theirs: PreTrainedTokenizerFast
 ) -> None:
-    contents: list[Any] = [said, [{"type": "text", "text": "x"}, {"type": "text", "text": said}]]
+    contents: list[Any] = [reply, [{"type": "text", "text": "x"}, {"type": "text", "text": reply}]]
     for content in contents[: 2 if name == "glm" else 1]:
         talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": content}]
         expected = theirs.apply_chat_template(

@@ -201,21 +201,21 @@ def test_warming_up_changes_no_token(
 @given(
     experts=st.integers(1, 256),
     top_k=st.integers(1, 16),
-    most=st.integers(1, 4096),
+    max_tokens=st.integers(1, 4096),
     unpacks=st.booleans(),
     card=st.sampled_from([(7, 5), (8, 0), (8, 9), (9, 0), (10, 0)]),
 )
 def test_no_tile_is_chosen_between_doublings_only(
-    experts: int, top_k: int, most: int, unpacks: bool, card: tuple[int, int]
+    experts: int, top_k: int, max_tokens: int, unpacks: bool, card: tuple[int, int]
 ) -> None:
     def chosen(tokens: int) -> tuple[tiles.Tile, ...]:
         rows = tokens * min(top_k, experts)
         mean = rows / min(rows, experts)
         return tuple(tiles.choose(card, itemsize=2, mean_rows=mean, matrices=n, unpacks=unpacks) for n in (1, 2))
 
-    counts = list(warm_up.doublings(most))
-    assert counts[0] == 1 and counts[-1] == most and len(counts) <= most.bit_length() + 1
-    assert {chosen(tokens) for tokens in range(1, most + 1)} == {chosen(tokens) for tokens in counts}
+    counts = list(warm_up.doublings(max_tokens))
+    assert counts[0] == 1 and counts[-1] == max_tokens and len(counts) <= max_tokens.bit_length() + 1
+    assert {chosen(tokens) for tokens in range(1, max_tokens + 1)} == {chosen(tokens) for tokens in counts}
 
 
 @pytest.mark.gpu

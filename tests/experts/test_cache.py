@@ -53,7 +53,7 @@ class Watched:
         self.cache = make(capacity, eviction, on_evict=lambda *who: self.heard.append(who), **more)
         self.where = {(layer, expert): slot for layer, expert, slot in self.cache.preload}
         self.leases: Counter[tuple[int, int]] = Counter()
-        self.most = self.cache.capacity
+        self.max_slots = self.cache.capacity
 
     def flush(self, brought: dict[tuple[int, int], int], evictions: np.ndarray | None) -> None:
         """An operation is over that reported ``brought`` and ``evictions``."""
@@ -70,7 +70,7 @@ class Watched:
         assert present == self.where
         assert len(self.cache) == len(present) <= self.cache.capacity
         assert len(set(present.values())) == len(present)
-        assert all(slot < self.most for slot in present.values())
+        assert all(slot < self.max_slots for slot in present.values())
 
     def access(self, layer: int, ids: list[int], admit: bool) -> None:
         before = dict(self.where)
@@ -105,7 +105,7 @@ class Watched:
             with pytest.raises(ValueError, match="leased"):
                 self.cache.resize(capacity)
             return
-        self.most = max(self.most, capacity)
+        self.max_slots = max(self.max_slots, capacity)
         pins = self.cache.pinned
         gone = self.cache.resize(capacity)
         retained = self.cache.pinned

@@ -155,11 +155,11 @@ def test_what_a_batch_costs_does_not_grow_with_its_experts(name: str, share: int
     def calls(experts: int) -> float:
         cache = ExpertCache(capacity=8 * experts // share, num_layers=8, num_experts=experts, eviction=name)
         ids, scores = np.tile(np.arange(experts), 4)[:, None], np.random.default_rng(0).random((4 * experts, 1))
-        found = 0
+        total = 0
 
         def count(_frame: object, event: str, _arg: object) -> None:
-            nonlocal found
-            found += event == "call"
+            nonlocal total
+            total += event == "call"
 
         for turn in range(48):
             sys.setprofile(count if turn >= 16 else None)
@@ -167,7 +167,7 @@ def test_what_a_batch_costs_does_not_grow_with_its_experts(name: str, share: int
                 cache.access(turn % 8, ids, scores)
             finally:
                 sys.setprofile(None)
-        return found / 32
+        return total / 32
 
     few, many = calls(16), calls(64)
     assert many < few + 16 < 90, (few, many)  # at every hundredth access an lfu's counts shrink

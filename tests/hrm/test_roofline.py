@@ -195,7 +195,7 @@ def test_the_published_policy_lies_under_the_link() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "place"),
+    ("changes", "location"),
     [
         ({"attention_device": "gpu"}, ("attention", "device", "host", "link")),
         ({"attention_device": "gpu", "kv": Shares(device=1.0)}, ("attention", "device", "device", "memory")),
@@ -210,14 +210,14 @@ def test_the_published_policy_lies_under_the_link() -> None:
         ),
     ],
 )
-def test_work_lies_where_the_policy_puts_it(changes: dict[str, object], place: tuple[str, ...]) -> None:
+def test_work_lies_where_the_policy_puts_it(changes: dict[str, object], location: tuple[str, ...]) -> None:
     hardware = machine(
         device_bytes=24, device_bandwidth=306e9, gpu_flops=104e12, cpu_flops=50e12, link=17e9, disk_bytes=10**12
     )
     policy = Policy(model="m", batch_size=64, micro_batch_size=16, ffn_device="gpu", weights=Shares(host=1.0))
     picture = roofline_of(hardware, MIXTRAL, replace(policy, **changes), WORK)  # type: ignore[arg-type]
-    point = next(point for point in picture.points if point.work == place[0])
-    assert (point.work, point.level, point.home, point.bound) == place
+    point = next(point for point in picture.points if point.work == location[0])
+    assert (point.work, point.level, point.home, point.bound) == location
 
 
 def test_without_a_gpu_the_chain_begins_at_the_host() -> None:

@@ -33,7 +33,7 @@ class Ragged:
     v: Tensor
     batch: RaggedBatch
     rest: dict[str, Any]
-    whole: list[tuple[Tensor, Tensor]]  # keys and values of each sequence, float64 [start + count, Hkv, D]
+    full_kv: list[tuple[Tensor, Tensor]]  # keys and values of each sequence, float64 [start + count, Hkv, D]
     scale: float = 0.3
 
     def call(self, function: Any) -> Tensor:
@@ -43,7 +43,7 @@ class Ragged:
         """In float64, densely."""
         out = torch.zeros(self.q.shape, dtype=torch.float64)
         sinks, softcap = (self.rest.get(name) for name in ("sinks", "softcap"))
-        for (first, last, start, _), (k, v) in zip(self.batch.spans, self.whole, strict=True):
+        for (first, last, start, _), (k, v) in zip(self.batch.spans, self.full_kv, strict=True):
             query, key = torch.arange(start, start + last - first)[:, None], torch.arange(len(k))
             seen = (key <= query) & (key > query - (self.rest.get("window") or 1 << 40))
             wide = None if sinks is None else sinks.double().cpu()
@@ -124,4 +124,4 @@ def ragged(
         rest[name] = (pool.nan_to_num(127.0).to(torch.int8) if int8 else pool.to(dtype)).to(device)
         if int8:
             rest[f"{name}_scale"] = scales.to(device)
-    return Ragged(q=q, k=k, v=v, batch=batch, rest=rest, whole=full)
+    return Ragged(q=q, k=k, v=v, batch=batch, rest=rest, full_kv=full)

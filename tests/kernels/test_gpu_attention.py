@@ -297,7 +297,7 @@ BATCH: dict[str, Any] = {"decoding": 1, "block_size": 16, "form": FORM}
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("changes", "message"),
     [
         ({"starts": [20]}, "starts: 1 and seen_from: 2 entries for 2 sequences"),
         ({"decoding": 2}, "decoding: must be a number of first sequences with one row each, is 2"),
@@ -306,15 +306,15 @@ BATCH: dict[str, Any] = {"decoding": 1, "block_size": 16, "form": FORM}
         ({"entries": [0]}, "entries: must be 2, one a block with cached tokens that are seen"),
     ],
 )
-def test_a_wrong_batch_is_refused(given: dict[str, Any], said: str) -> None:
+def test_a_wrong_batch_is_refused(changes: dict[str, Any], message: str) -> None:
     right = {"counts": [1, 3], "starts": [20, 0], "seen_from": [0, 0], "entries": [0, 16], **BATCH}
     RaggedBatch(**right)
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        RaggedBatch(**{**right, **given})
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        RaggedBatch(**{**right, **changes})
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("changes", "message"),
     [
         ({"q": torch.zeros(2, 4, 16)}, "k: must have shape [2, any, 16], has [4, 2, 16]"),
         ({"q": torch.zeros(4, 3, 16)}, "q: its 3 heads are no multiple of the 2 of keys and values"),
@@ -332,9 +332,9 @@ def test_a_wrong_batch_is_refused(given: dict[str, Any], said: str) -> None:
         ({"out": torch.zeros(4, 16)}, "out: must have 3 dimensions, has shape [4, 16]"),
     ],
 )
-def test_wrong_arguments_are_refused(given: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
     batch = RaggedBatch([1, 3], [20, 0], [0, 0], [0, 16], **BATCH)
     kv, cache = torch.zeros(4, 2, 16), torch.zeros(32, 2, 2, 16)
     right: dict[str, Any] = {"q": torch.zeros(4, 4, 16), "k": kv, "v": kv, "batch": batch, "scale": 1.0, "cache": cache}
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        attend(**{**right, **given})
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        attend(**{**right, **changes})

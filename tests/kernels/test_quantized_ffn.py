@@ -79,10 +79,12 @@ def experts(form: str, server: str, pairing: str, inner: int = 40, hidden: int =
     options = biases | {"interleaved": pairing == "interleaved", "activation": "swiglu_oai"}
     x = randn(40, hidden).bfloat16()
 
-    def numbers(matrices: list[Matrix[Tensor]] | None) -> list[Tensor] | None:
+    def dequantized(matrices: list[Matrix[Tensor]] | None) -> list[Tensor] | None:
         return None if matrices is None else [dense_values(matrix, x.dtype) for matrix in matrices]
 
-    wanted = cpu_expert_ffn(x, numbers(up) or [], numbers(down) or [], offsets, up=numbers(more), threads=1, **options)
+    wanted = cpu_expert_ffn(
+        x, dequantized(up) or [], dequantized(down) or [], offsets, up=dequantized(more), threads=1, **options
+    )
     for threads in (1, 2):
         inputs = [item if e != 1 else None for e, item in enumerate(up)]  # an expert without tokens
         same_bits(cpu_expert_ffn(x, inputs, down, offsets, up=more, threads=threads, **options), wanted)

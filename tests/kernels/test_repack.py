@@ -185,7 +185,7 @@ def test_tables_are_as_large_as_the_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         (("bits", 8, 8, False, 0, 0), "cells 'bits' are not turned"),
         (("bytes", 16, 8, False, 4, 0), "words of codes"),
@@ -198,8 +198,8 @@ def test_tables_are_as_large_as_the_parts() -> None:
         (("awq codes", 16, 4, False, 0, 0), "a multiple of 8 rows"),
     ],
 )
-def test_refusals(table: RepackTable, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_refusals(table: RepackTable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         turn(torch.zeros(256, dtype=torch.uint8), table)
 
 

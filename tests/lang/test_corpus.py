@@ -25,7 +25,7 @@ def expected(path: Path) -> list[tuple[str, str, int, int]]:
     )
 
 
-def said(findings: tuple[Diagnostic, ...]) -> list[tuple[str, str, int, int]]:
+def positions(findings: tuple[Diagnostic, ...]) -> list[tuple[str, str, int, int]]:
     rows = [("warning" if f.warning else "error", f.code, f.line, f.column) for f in findings]
     return sorted(rows, key=lambda row: (row[2:], row[:2]))
 
@@ -33,7 +33,7 @@ def said(findings: tuple[Diagnostic, ...]) -> list[tuple[str, str, int, int]]:
 @pytest.mark.parametrize("path", [*GOOD, *BAD], ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_what_is_found_and_where(path: Path) -> None:
     reading = read_file(path)
-    assert said((*reading.errors, *reading.warnings)) == expected(path)
+    assert positions((*reading.errors, *reading.warnings)) == expected(path)
     assert bool(reading.errors) == (path.parent.name == "bad")
     assert bool(reading.policies) != bool(reading.errors)
     lines = reading.lines

@@ -94,7 +94,7 @@ def test_loading(tmp_path: Path) -> None:
         load_expert_policy(path)
 
 
-@pytest.mark.parametrize("place", ["none.moe", ".", "a\0b"])
-def test_what_cannot_be_read(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("file_name", ["none.moe", ".", "a\0b"])
+def test_what_cannot_be_read(tmp_path: Path, file_name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_file(tmp_path / place)
+        read_file(tmp_path / file_name)

@@ -65,8 +65,8 @@ def one_by_one(label: Routed, weights: Sequence[ExpertWeights | None]) -> Tensor
 
 
 @examples(40)
-@given(tokens=st.integers(1, 40), here=st.lists(st.booleans(), min_size=5, max_size=5), most=st.integers(1, 40))
-def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool], most: int) -> None:
+@given(tokens=st.integers(1, 40), here=st.lists(st.booleans(), min_size=5, max_size=5), max_rows=st.integers(1, 40))
+def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool], max_rows: int) -> None:
     label, weights = routed(tokens), experts()
     some = [item if selected else None for item, selected in zip(weights, here, strict=True)]
     others = [None if selected else item for item, selected in zip(weights, here, strict=True)]
@@ -74,8 +74,8 @@ def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool],
         result = moe_forward(label, part, space(tokens))
         torch.testing.assert_close(result.double(), one_by_one(label, part), rtol=1e-4, atol=1e-4)
     sums = torch.zeros(tokens, HIDDEN)
-    add_experts(sums, label, some, space(most), most_rows=most)
-    add_experts(sums, label, others, space(most), most_rows=most)
+    add_experts(sums, label, some, space(max_rows), most_rows=max_rows)
+    add_experts(sums, label, others, space(max_rows), most_rows=max_rows)
     torch.testing.assert_close(sums.double(), one_by_one(label, weights), rtol=1e-4, atol=1e-4)
 
 
@@ -104,10 +104,10 @@ def pages_of(weights: Sequence[ExpertWeights], order: Sequence[int], here: Seque
     order=st.permutations(range(5)),
     here=st.lists(st.booleans(), min_size=5, max_size=5),
     dtype=st.sampled_from([FLOAT32, BFLOAT16]),
-    most=st.integers(4, 12),
+    max_rows=st.integers(4, 12),
 )
 def test_the_way_of_a_gpu_gives_the_same_sums(
-    tokens: int, order: list[int], here: list[bool], dtype: DType, most: int
+    tokens: int, order: list[int], here: list[bool], dtype: DType, max_rows: int
 ) -> None:
     """Whichever page an expert has, and in however many parts the rows are computed: bit for bit."""
     kind = to_torch(dtype)
@@ -118,7 +118,7 @@ def test_the_way_of_a_gpu_gives_the_same_sums(
     error = 1e-4 if dtype is FLOAT32 else 0.05
     torch.testing.assert_close(result.double(), expected, rtol=error, atol=error)
     parts, sums = space(tokens, dtype), torch.full((tokens, HIDDEN), torch.nan)
-    parts.rows = parts.rows[:most]
+    parts.rows = parts.rows[:max_rows]
     assert torch.equal(grouped_forward(label, pages, parts), result)
     total = torch.ones_like(label.x)
     assert grouped_forward(label, pages, parts, total, sums) is total

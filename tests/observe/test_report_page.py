@@ -160,7 +160,7 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("tasks", "most", "shown"),
+    ("tasks", "limit", "shown"),
     [
         ([5, 5, 5], 15, [0, 1, 2]),
         ([5, 5, 5], 14, [0, 2]),
@@ -170,8 +170,8 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path: Path, monkeypatch: pytest.M
         ([1] * 1000, 10, [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]),
     ],
 )
-def test_which_passes_a_page_holds(tasks: list[int], most: int, shown: list[int]) -> None:
-    assert shown_passes(tasks, most) == shown
+def test_which_passes_a_page_holds(tasks: list[int], limit: int, shown: list[int]) -> None:
+    assert shown_passes(tasks, limit) == shown
 
 
 def test_every_kind_of_task_has_a_colour_of_its_own() -> None:

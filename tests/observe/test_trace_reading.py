@@ -44,10 +44,10 @@ def test_a_header_may_be_missing(tmp_path: Path) -> None:
     assert read_trace(write_passes(tmp_path / "t.json", 1, about=None)).about == NO_HEADER
 
 
-@pytest.mark.parametrize("kept", [0, 1, 20, 200, 400, 700, 900, -2, -5])
-def test_a_trace_cut_off_anywhere_is_refused(tmp_path: Path, kept: int) -> None:
+@pytest.mark.parametrize("length", [0, 1, 20, 200, 400, 700, 900, -2, -5])
+def test_a_trace_cut_off_anywhere_is_refused(tmp_path: Path, length: int) -> None:
     path = write_passes(tmp_path / "t.json", 2)
-    path.write_text(path.read_text()[:kept])
+    path.write_text(path.read_text()[:length])
     with pytest.raises(InputError, match="cut off") as refused:
         read_trace(path)
     assert str(refused.value).startswith(f"{path}: ") and refused.value.code == "trace_file"

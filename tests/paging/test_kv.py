@@ -47,7 +47,7 @@ def test_a_block_has_one_owner(blocks: int, on_device: int, steps: list[tuple[bo
     assert sorted(pool.take(blocks)) == list(range(blocks))
 
 
-def there(pool: BlockPool, blocks: list[int]) -> int:
+def on_device_count(pool: BlockPool, blocks: list[int]) -> int:
     return sum(block >= pool.host_blocks for block in blocks)
 
 
@@ -66,11 +66,11 @@ def test_the_share_on_the_device_is_as_exact_as_whole_blocks_allow(
             break
         taken = pool.take(count)
         held += taken
-        assert abs(there(pool, held) - share * len(held)) <= 0.5 + 1e-9
-        assert abs(there(pool, taken) - share * count) < 1
-        selected = there(pool, taken) / count
+        assert abs(on_device_count(pool, held) - share * len(held)) <= 0.5 + 1e-9
+        assert abs(on_device_count(pool, taken) - share * count) < 1
+        selected = on_device_count(pool, taken) / count
         for position in range(count):
-            assert abs(there(pool, taken[: position + 1]) - selected * (position + 1)) <= 0.5 + 1e-9
+            assert abs(on_device_count(pool, taken[: position + 1]) - selected * (position + 1)) <= 0.5 + 1e-9
 
 
 @examples(100)
@@ -86,12 +86,12 @@ def test_the_share_lasts_as_sequences_come_and_go(on_device: int, steps: list[tu
             pool.release(owned.pop(n % len(owned)))
         elif n <= pool.free:
             on_host, on_its_side = (
-                pool.host_blocks - sum(len(item) - there(pool, item) for item in owned),
-                on_device - sum(there(pool, item) for item in owned),
+                pool.host_blocks - sum(len(item) - on_device_count(pool, item) for item in owned),
+                on_device - sum(on_device_count(pool, item) for item in owned),
             )
             owned.append(pool.take(n))
             share = n * on_device / 60
-            part = there(pool, owned[-1])
+            part = on_device_count(pool, owned[-1])
             if on_its_side >= share + 1 and on_host >= n - share + 1:
                 assert abs(part - share) < 1
     pool.take(pool.free)

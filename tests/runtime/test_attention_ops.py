@@ -68,7 +68,7 @@ class History:
         ]
         self.sinks = torch.randn(spec.num_heads, generator=source) if spec.sinks else None
 
-    def given(self) -> tuple[Tensor, Tensor, Tensor]:
+    def ragged(self) -> tuple[Tensor, Tensor, Tensor]:
         """What the graph gives for the rows of the micro-batch."""
         parts = [
             [item[start:] for item in selected] for selected, (start, _, _) in zip(self.every, LENGTHS, strict=True)
@@ -154,7 +154,7 @@ def test_the_host_attends_in_layers_that_differ(crosses: bool, kv_dtype: str) ->
                 named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
                 cpu_kv_append(k_cache, v_cache, keys, values, slots(chunk, 0, chunk.start), **named)
         mb = micro_batch(staging(model, policy) if crosses else None)
-        mb.qkv = history.given() if specs[layer].num_heads else None
+        mb.qkv = history.ragged() if specs[layer].num_heads else None
         kinds = (TaskKind.OFFLOAD_QKV, TaskKind.CPU_ATTENTION, TaskKind.LOAD_HIDDEN)
         for kind in kinds if crosses else kinds[1:2]:
             table[kind](task(kind, layer), mb)
@@ -208,7 +208,7 @@ def test_the_device_attends_in_layers_that_differ(on_host: int, kv_dtype: str) -
         mb = micro_batch(staging(model, policy))
         mb.added = find_added(mb.cache_slots, host_slots=host_slots)
         mb.context = find_context(chunks(), block_size=BLOCK, window=model.window, host_slots=host_slots, form=FORM)
-        mb.qkv = history.given() if specs[layer].num_heads else None
+        mb.qkv = history.ragged() if specs[layer].num_heads else None
         buffer = (Buffer(space="context", index=1),)
         attention.table[TaskKind.LOAD_KV](task(TaskKind.LOAD_KV, layer, writes=buffer), mb)
         attention.table[TaskKind.ATTENTION](task(TaskKind.ATTENTION, layer, reads=buffer), mb)
@@ -220,7 +220,7 @@ def test_the_device_attends_in_layers_that_differ(on_host: int, kv_dtype: str) -
             continue
         assert mb.attn is not None
         torch.testing.assert_close(mb.attn, history.expected(), rtol=1e-4, atol=1e-5)
-        _, keys, values = history.given()
+        _, keys, values = history.ragged()
         for slot, key, value in zip(mb.cache_slots.tolist(), keys, values, strict=True):
             rows, at = (caches[0][layer], slot) if slot < host_slots else (caches[1][layer], slot - host_slots)
             retained = rows.values[at]

@@ -12,7 +12,7 @@ from moelight.runtime import interpreter
 
 
 @pytest.fixture(autouse=True)
-def own() -> Iterator[None]:
+def fresh_settings() -> Iterator[None]:
     """The test's own settings, whatever engines other tests left open."""
     retained, settings = (sys.getswitchinterval(), gc.get_threshold()), interpreter._interpreter
     interpreter._interpreter = interpreter._Interpreter()

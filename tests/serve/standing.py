@@ -48,8 +48,8 @@ class Standing:
         ours, theirs = os.pipe()
         self.process = Program("tests.serve.standing", data, str(slow_s), cwd=ROOT, streams=(0, 1, theirs))
         os.close(theirs)
-        self.said = os.fdopen(ours, encoding="utf-8")
-        self.greeting = self.said.readline()
+        self.output = os.fdopen(ours, encoding="utf-8")
+        self.greeting = self.output.readline()
         self.url = self.greeting.split("base URL ")[1].split(",")[0]
         self.token = (data / "token").read_text().strip()
         self.client = openai.OpenAI(base_url=self.url, api_key=self.token, max_retries=0, timeout=200)
@@ -75,7 +75,7 @@ class Standing:
         """Send the signal, and return the exit code."""
         self.process.send_signal(number)
         code = self.process.wait()
-        for item in (self.said, self.client, self.http):
+        for item in (self.output, self.client, self.http):
             item.close()
         return code
 

@@ -31,13 +31,13 @@ def stored(server: Standing) -> list[str]:
     return sorted(os.listdir(server.data / "files"))
 
 
-@pytest.mark.parametrize("given", [None, "Bearer wrong", "Basic x", "bearer", "Bearer \u00e9"])
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic x", "bearer", "Bearer \u00e9"])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/files"), ("POST", "/nowhere")])
-def test_no_token_no_answer(server: Standing, given: str | None, method: str, path: str) -> None:
+def test_no_token_no_answer(server: Standing, header: str | None, method: str, path: str) -> None:
     asked = server.http.build_request(method, path)
     del asked.headers["Authorization"]
-    if given is not None:
-        asked.headers = httpx.Headers([*asked.headers.raw, (b"Authorization", given.encode("latin-1"))])
+    if header is not None:
+        asked.headers = httpx.Headers([*asked.headers.raw, (b"Authorization", header.encode("latin-1"))])
     answer = server.http.send(asked)
     assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
     assert error_of(answer)["code"] == "invalid_api_key"

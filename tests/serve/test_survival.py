@@ -70,7 +70,7 @@ def test_a_server_goes_on_where_it_was_killed_or_interrupted(tmp_path: Path) -> 
         assert second.token == first.token and not (data / "files" / "file-half").exists()
         second.until(working, lambda now: now.request_counts.completed >= 4)
         second.process.send_signal(signal.SIGTERM)
-        assert "stopped; 2 batches go on with the same command" in second.said.read()
+        assert "stopped; 2 batches go on with the same command" in second.output.read()
         assert second.end() == 128 + signal.SIGTERM
         assert not any(alive(pid) for pid in workers(data))
     with standing(data) as third:
@@ -272,8 +272,8 @@ def test_bad_lines_are_left_to_the_job(tmp_path: Path) -> None:
     assert line("a")["url"] in faults[0].message
 
 
-@pytest.mark.parametrize(("wish", "said"), [("panic", "retry-limit-in-match over"), ("skip", "2 rows")])
-def test_a_batch_is_completed_only_if_its_rows_add_up(tmp_path: Path, wish: str, said: str) -> None:
+@pytest.mark.parametrize(("wish", "expected"), [("panic", "retry-limit-in-match over"), ("skip", "2 rows")])
+def test_a_batch_is_completed_only_if_its_rows_add_up(tmp_path: Path, wish: str, expected: str) -> None:
     """Python ends with 1 by itself, which is also the exit code of a job with error rows."""
     data = DataDirectory(tmp_path / "data")
     (data.files / "file-1").write_bytes(lines(2) + lines(1, wish).replace(b"r0", b"bad"))
@@ -283,7 +283,7 @@ def test_a_batch_is_completed_only_if_its_rows_add_up(tmp_path: Path, wish: str,
     result = data.store.batch("batch_1")
     assert result is not None and result.status == "failed"
     assert (result.counts.total, result.counts.completed, result.counts.failed) == (3, 2, 0)
-    assert [error.code for error in result.errors] == ["worker_failed"] and said in result.errors[0].message
+    assert [error.code for error in result.errors] == ["worker_failed"] and expected in result.errors[0].message
     data.close()
 
 

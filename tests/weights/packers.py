@@ -20,7 +20,7 @@ def same_bits(result: Tensor, wanted: Tensor) -> None:
     assert torch.equal(result.view(full)[~lost], wanted.view(full)[~lost])
 
 
-def numbers(matrix: StoredMatrix, *, maximum: int = 256) -> Tensor:
+def dequantized(matrix: StoredMatrix, *, maximum: int = 256) -> Tensor:
     """All numbers of ``matrix``, unpacked in blocks of ``maximum`` rows."""
     blocks = row_blocks(matrix.stored, matrix.read(), matrix.rows, matrix.columns, max_rows=maximum)
     return torch.cat([block for _, block in blocks])

@@ -23,7 +23,7 @@ from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.stored import StoredWeights
 from moelight.weights.stored_matrix import ggml_matrix, gguf_expert_matrices
 from tests.weights.gguf_files import CONFIGS, as_written, tiny, write_gguf
-from tests.weights.packers import numbers
+from tests.weights.packers import dequantized
 
 
 def test_types_and_their_sizes_are_those_of_the_package() -> None:
@@ -60,7 +60,7 @@ def test_a_file_is_the_model_that_was_written(architecture: str, tmp_path: Path)
     for name, stem in (("up", "ffn_up_exps"), ("down", "ffn_down_exps")):
         stack, tensor = written[f"blk.{layer}.{stem}.weight"], result.tensors[name, layer]
         matrix = gguf_expert_matrices(result, layer, 2)[name]
-        assert torch.equal(numbers(matrix, maximum=7), as_written(stack, tensor.type)[2])
+        assert torch.equal(dequantized(matrix, maximum=7), as_written(stack, tensor.type)[2])
 
 
 @pytest.mark.parametrize("name", ["q", "k"])
@@ -72,7 +72,7 @@ def test_rows_of_q_and_k_come_back_to_transformers_order(name: str, tmp_path: Pa
     matrix = ggml_matrix(result.tensors[name, 1])
     heads = result.heads_of(name)
     assert heads == (4 if name == "q" else 2) and result.heads_of("v") == 0
-    assert torch.equal(numbers(matrix)[hf_rows(matrix.rows, heads)], as_written(meant, "Q8_0"))
+    assert torch.equal(dequantized(matrix)[hf_rows(matrix.rows, heads)], as_written(meant, "Q8_0"))
 
 
 def test_older_files_keep_deepseek_kv_b_whole(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
 from moelight.weights.source import Checkpoint
 from moelight.weights.stored_matrix import StoredMatrix, expert_matrices, find_matrix
-from tests.weights.packers import numbers, pack_awq, pack_gptq
+from tests.weights.packers import dequantized, pack_awq, pack_gptq
 
 ROWS, COLUMNS, GROUP = 16, 64, 32
 MODULE = "model.layers.0.mlp.experts.0.up_proj"
@@ -75,7 +75,7 @@ def saved(directory: Path, parts: Tensors) -> Checkpoint:
     return Checkpoint.open(directory)
 
 
-def found(checkpoint: Checkpoint, stored: Format, rows: int = ROWS, columns: int = COLUMNS) -> StoredMatrix:
+def matrix_in(checkpoint: Checkpoint, stored: Format, rows: int = ROWS, columns: int = COLUMNS) -> StoredMatrix:
     return find_matrix(checkpoint.tensors, MODULE, stored, rows, columns, listing=str(checkpoint.listing))
 
 
@@ -83,13 +83,13 @@ def found(checkpoint: Checkpoint, stored: Format, rows: int = ROWS, columns: int
 def test_a_matrix_is_found_and_read(name: str, tmp_path: Path) -> None:
     stored, make = MATRICES[name]
     parts = make()
-    matrix = found(saved(tmp_path, parts), stored)
+    matrix = matrix_in(saved(tmp_path, parts), stored)
     assert matrix.nbytes == sum(part.nbytes for part in parts.values()) == stored.bytes_for(ROWS, COLUMNS)
     read = matrix.read()
     assert read.keys() == parts.keys()
     for suffix, part in parts.items():
         assert read[suffix].dtype == part.dtype and torch.equal(read[suffix].view(torch.uint8), part.view(torch.uint8))
-    assert numbers(matrix, maximum=5).shape == (ROWS, COLUMNS)
+    assert dequantized(matrix, maximum=5).shape == (ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -99,15 +99,15 @@ def test_every_tensor_is_needed_in_its_shape_and_dtype(name: str, tmp_path: Path
         parts = make()
         part = parts.pop(suffix)
         with pytest.raises(CheckpointError, match=rf"tensor '{MODULE}{suffix}' .* is missing, though"):
-            found(saved(tmp_path, parts), stored)
+            matrix_in(saved(tmp_path, parts), stored)
         doubled = torch.cat((part.view(torch.uint8), part.view(torch.uint8))).view(part.dtype)
         with pytest.raises(CheckpointError, match=rf"model.safetensors: tensor '{MODULE}{suffix}' has shape"):
-            found(saved(tmp_path, {**parts, suffix: doubled}), stored)
+            matrix_in(saved(tmp_path, {**parts, suffix: doubled}), stored)
         with pytest.raises(CheckpointError, match=rf"model.safetensors: tensor '{MODULE}{suffix}' has dtype I16"):
-            found(saved(tmp_path, {**parts, suffix: torch.zeros(part.shape, dtype=torch.int16)}), stored)
+            matrix_in(saved(tmp_path, {**parts, suffix: torch.zeros(part.shape, dtype=torch.int16)}), stored)
         if part.ndim == 2 and part.shape[0] != part.shape[1] and 1 not in part.shape:
             with pytest.raises(CheckpointError, match="has shape"):
-                found(saved(tmp_path, {**parts, suffix: part.t()}), stored)
+                matrix_in(saved(tmp_path, {**parts, suffix: part.t()}), stored)
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -116,14 +116,14 @@ def test_a_tensor_of_another_format_is_refused(name: str, tmp_path: Path) -> Non
     extra = ".weight_zero_point" if name == "fp8" else ".weight"
     checkpoint = saved(tmp_path, {**make(), extra: torch.zeros(ROWS, COLUMNS)})
     with pytest.raises(CheckpointError, match=rf"tensor '{MODULE}{extra}' has no place in {stored.name}"):
-        found(checkpoint, stored)
+        matrix_in(checkpoint, stored)
 
 
 @pytest.mark.parametrize(("wrong", "group"), [(-1, -1), (2, 2), (1 << 30, 1 << 30)])
 def test_an_order_beyond_the_groups_is_refused(wrong: int, group: int, tmp_path: Path) -> None:
     parts = gptq_tensors()
     parts[".g_idx"][17] = wrong
-    matrix = found(saved(tmp_path, parts), MATRICES["gptq"][0])
+    matrix = matrix_in(saved(tmp_path, parts), MATRICES["gptq"][0])
     with pytest.raises(CheckpointError, match=rf"'{MODULE}.g_idx' puts a column into group {group}, and there are 2"):
         matrix.read()
 
@@ -132,11 +132,11 @@ def test_a_shape_that_lies_is_refused(tmp_path: Path) -> None:
     parts = packed()
     parts[".weight_shape"][1] += 1
     with pytest.raises(CheckpointError, match=r"weight_shape' says \[16, 65\], and the matrix is \[16, 64\]"):
-        found(saved(tmp_path, parts), INT4).read()
+        matrix_in(saved(tmp_path, parts), INT4).read()
 
 
 def test_a_file_cut_short_after_it_was_opened_is_refused(tmp_path: Path) -> None:
-    matrix = found(saved(tmp_path, fp8_tensors()), MATRICES["fp8"][0])
+    matrix = matrix_in(saved(tmp_path, fp8_tensors()), MATRICES["fp8"][0])
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=r"cut short inside tensor"):
@@ -146,7 +146,7 @@ def test_a_file_cut_short_after_it_was_opened_is_refused(tmp_path: Path) -> None
 def test_sizes_that_no_group_divides_are_refused(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, awq_tensors())
     with pytest.raises(CheckpointError, match="needs a multiple of 32 columns, and a matrix has 60"):
-        found(checkpoint, MATRICES["awq"][0], columns=60)
+        matrix_in(checkpoint, MATRICES["awq"][0], columns=60)
 
 
 def test_stacked_experts_of_gpt_oss_are_slices(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_stacked_experts_of_gpt_oss_are_slices(tmp_path: Path) -> None:
         matrix = find_matrix(checkpoint.tensors, MODULE, stored, ROWS, COLUMNS, listing="x", expert=(expert, experts))
         read = matrix.read()
         assert torch.equal(read["_blocks"].flatten(), blocks[expert].flatten())
-        assert torch.equal(numbers(matrix, maximum=7), numbers(matrix))
+        assert torch.equal(dequantized(matrix, maximum=7), dequantized(matrix))
     with pytest.raises(CheckpointError, match="there are 4 experts"):
         find_matrix(checkpoint.tensors, MODULE, stored, ROWS, COLUMNS, listing="x", expert=(0, 4))
     with pytest.raises(CheckpointError, match="has shape"):
@@ -195,6 +195,6 @@ def test_the_matrices_of_an_expert_are_found_by_the_config(method: str, tmp_path
         assert result.keys() == ({"gate", "up", "down"} if method == "gptq" else {"gate_up", "down"})
         biases = 2 * (64 + 64) if method == "mxfp4" else 0
         assert sum(matrix.nbytes for matrix in result.values()) + biases == profile.stored.page_bytes
-        assert all(numbers(matrix).shape == (matrix.rows, matrix.columns) for matrix in result.values())
+        assert all(dequantized(matrix).shape == (matrix.rows, matrix.columns) for matrix in result.values())
     with pytest.raises(CheckpointError, match=r"layers.0.*is missing"):
         expert_matrices(checkpoint, profile, quantization.format_of, 0, 0)

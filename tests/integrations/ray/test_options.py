@@ -32,42 +32,42 @@ def test_without_ray_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         (("--ray-engines", "2"), "--ray-engines goes with --ray local or --ray ADDRESS"),
         (("--ray-label", "a=b"), "--ray-label goes with --ray local or --ray ADDRESS"),
     ],
 )
-def test_options_of_a_cluster_need_one(options: tuple[str, ...], why: str) -> None:
-    assert why in refused(*options)
+def test_options_of_a_cluster_need_one(options: tuple[str, ...], reason: str) -> None:
+    assert reason in refused(*options)
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         (("--ray-resource", "tpu"), "--ray-resource tpu: must be NAME=VALUE"),
         (("--ray-resource", "tpu=many"), "--ray-resource tpu=many: the amount must be a number"),
         (("--ray-label", "=b"), "--ray-label =b: must be NAME=VALUE"),
     ],
 )
-def test_amounts_and_labels_are_checked_before_a_cluster_is_reached(options: tuple[str, ...], why: str) -> None:
+def test_amounts_and_labels_are_checked_before_a_cluster_is_reached(options: tuple[str, ...], reason: str) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install 'moelight[ray]'")
-    assert why in refused("--ray", "192.0.2.1:6379", *options)
+    assert reason in refused("--ray", "192.0.2.1:6379", *options)
 
 
 @pytest.mark.parametrize(
-    ("address", "why", "line"),
+    ("address", "reason", "line"),
     [
         ("10.0.0.1:6379", "no\nanswer", "--ray 10.0.0.1:6379: no cluster can be reached there (no answer)"),
         ("local", "The node timed out during startup.", "--ray local: no cluster starts here (Ray gives its node 30 s"),
     ],
 )
 def test_a_cluster_that_does_not_answer_is_one_clear_line(
-    monkeypatch: pytest.MonkeyPatch, address: str, why: str, line: str
+    monkeypatch: pytest.MonkeyPatch, address: str, reason: str, line: str
 ) -> None:
     def init(**options: Any) -> None:
         assert options["address"] == address
-        raise RuntimeError(why)
+        raise RuntimeError(reason)
 
     monkeypatch.setattr(cluster, "require_ray", lambda: SimpleNamespace(init=init))
     with pytest.raises(ConfigError) as refusal, Cluster(ClusterOptions(address=address)):
