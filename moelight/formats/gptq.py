@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from moelight.formats.format import CELLS, FLOATS, Format, RepackTable, TensorSpec, first_of, per_group
 from moelight.formats.packed import PackedFormat
@@ -66,6 +66,10 @@ class GPTQFormat(WordsByColumn):
 
     def _words(self, rows: int, columns: int) -> tuple[int, int]:
         return -(-columns * self.bits // 32), rows
+
+    def spelled(self, exists: Callable[[str], bool]) -> Format:
+        """Without an order that is not stored, where columns are said to be in the order of their groups."""
+        return replace(self, order=False) if self.in_order and not exists(self.names[3]) else self
 
     def size_of(self, codes: Sequence[int]) -> tuple[int, int]:
         return codes[-1], codes[0] * self.per_word

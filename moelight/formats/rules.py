@@ -101,6 +101,7 @@ class FormatRow:
         suffixes: every suffix under which tools store a tensor of it.
         methods: readers of a ``quantization_config`` by its ``quant_method``: the rules, for the safetensors dtype that
             scales have by default. Their ValueErrors say what is wrong.
+        recognises: True for a config that names no method, and is of the first of ``methods``.
         schemes: readers of the weights of a compressed-tensors config by the format's name there and whether values
             are floats. Their ValueErrors say what is wrong.
     """
@@ -108,6 +109,7 @@ class FormatRow:
     format: type[Format]
     suffixes: tuple[str, ...]
     methods: Mapping[str, MethodReader] = field(default_factory=dict)
+    recognises: Callable[[Mapping[str, Any]], bool] = lambda _: False
     schemes: Mapping[tuple[str, bool], SchemeReader] = field(default_factory=dict)
 
 

@@ -12,9 +12,8 @@ from moelight.core.dtypes import dtype_named
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import align_up
 from moelight.formats.compressed_tensors import METHOD as COMPRESSED_TENSORS
-from moelight.formats.compressed_tensors import rules_of
 from moelight.formats.format import PAGE_ALIGNMENT, Format
-from moelight.formats.registry import METHODS
+from moelight.formats.methods import METHODS, method_of
 from moelight.formats.rules import ModuleRule, Settings
 from moelight.profiles.hf_config import QUANTISED_KEYS, HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor
@@ -22,7 +21,6 @@ from moelight.profiles.stored import StoredWeights
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 
 _MOST_RULES = 1 << 12
-_METHODS = {**METHODS, COMPRESSED_TENSORS: rules_of}
 # Matrices that our own decoder multiplies as they are stored.
 _KEPT = ("embed", "qkv", "o", "dense_gate_up", "dense_down", "head")
 # Parts of names that tools spell in two ways (those of Mixtral, which transformers 5 renamed).
@@ -62,17 +60,17 @@ def read_quantization(config: HFConfig) -> Quantization | None:
     if key is None:
         return None
     values = config.find(key)
-    method = values.get("quant_method") if isinstance(values, dict) else None
+    method = method_of(values) if isinstance(values, dict) else None
     if key == "compression_config" and method is None:
-        method = "compressed-tensors"
-    if not isinstance(values, dict) or not isinstance(method, str) or method not in _METHODS:
-        hint = did_you_mean(method[:40], _METHODS) if isinstance(method, str) else ""
+        method = COMPRESSED_TENSORS
+    if not isinstance(values, dict) or not isinstance(method, str) or method not in METHODS:
+        hint = did_you_mean(method[:40], METHODS) if isinstance(method, str) else ""
         named = "" if isinstance(method, str) else _unnamed(values)
-        raise config.quantised_error(key, f"{named}by none of the methods read ({', '.join(_METHODS)}){hint}")
+        raise config.quantised_error(key, f"{named}by none of the methods read ({', '.join(METHODS)}){hint}")
     if config.find("expert_dtype") is not None:  # DeepSeek-V4 says it outside
         values = {"expert_dtype": config.find("expert_dtype"), **values}
     try:
-        rules = tuple(_METHODS[method](Settings(values), _scale_dtype(config)))
+        rules = tuple(METHODS[method](Settings(values), _scale_dtype(config)))
         if len(rules) > _MOST_RULES:
             raise ValueError(f"has {len(rules):,} rules")
     except ValueError as error:
