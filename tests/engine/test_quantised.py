@@ -292,6 +292,24 @@ def test_a_lie_is_refused_by_tensor(change: Change, message: str, mixtral: Path,
         tokens(quantised, weights=RESIDENT)
 
 
+def test_auto_round_stores_gptq_without_an_order(mixtral: Path, tmp_path: Path) -> None:
+    """Tokens are those of the numbers; without an order under ``desc_act`` the tensor is asked for."""
+    quantised, values = quantise(mixtral, tmp_path, METHODS["gptq int4"])
+    tensors = load_file(quantised / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".g_idx")}
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    path = quantised / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": config["quantization_config"] | {"desc_act": True}}))
+    with pytest.raises(CheckpointError, match=r"g_idx' .* is missing"):
+        tokens(quantised, weights=RESIDENT)
+    written = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int"}
+    written |= {"packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.layers"}
+    path.write_text(json.dumps(config | {"quantization_config": written}))
+    for homes in (RESIDENT, STREAMED):
+        assert tokens(quantised, weights=homes) == tokens(values, weights=homes)
+
+
 def test_a_page_is_examined_until_it_passes(mixtral: Path, tmp_path: Path) -> None:
     """Whoever reads ahead drops the error, and reads again."""
     quantised, _ = quantise(mixtral, tmp_path, METHODS["gptq int4"])

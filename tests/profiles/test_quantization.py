@@ -92,6 +92,43 @@ def formats_of(original: ModelProfile) -> Any:
     return dtype_named(original.dtype)
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
+
+
+def test_modules_of_auto_round() -> None:
+    """The config of auto-round 0.16.1: a regular expression leaves the router out."""
+    packing = {"packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.layers"}
+    plain = {".*model\\.layers\\.0\\.mlp\\.gate.*": {"bits": 16, "data_type": "float"}}
+    wide = {"model.layers.1.mlp.gate_proj": {"bits": 8, "group_size": 32}, "lm_head": {}}
+    result = read({**AUTO_ROUND, **packing, "extra_config": plain | wide})
+    assert result.format_of("model.layers.0.mlp.gate") is None and result.format_of("model.embed_tokens") is None
+    assert result.format_of("model.layers.0.mlp.experts.3.up_proj") == gptq(bits=4, group=128, in_order=True)
+    assert result.format_of("model.layers.1.mlp.gate_proj") == gptq(bits=8, group=32, in_order=True)
+    assert result.format_of("lm_head") == gptq(bits=4, group=128, in_order=True)
+    assert read({**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}).format_of("x") == awq(group=128)
+    compressed = {**AUTO_ROUND, "packing_format": "auto_round:llm_compressor", "data_type": "mx_fp", "group_size": 32}
+    assert read(compressed).format_of("x") == mxfp4((".weight_packed", ".weight_scale"))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"packing_format": "auto_round:fp8"}, "of packing_format only auto_round:auto_gptq, "),
+        ({"bits": 3}, "bits there must be 2, 4 or 8"),
+        ({"bits": 2, "packing_format": "auto_round:auto_awq"}, "bits there must be 4 where packing_format"),
+        ({"data_type": "int_asym_dq"}, "of the data_type of auto_round:auto_gptq only int is read"),
+        ({"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp"}, "group_size there must be 32"),
+        ({"rotation_config": {"block_size": 32}}, "rotations of weights"),
+        ({"extra_config": {"(a+)+b": {"bits": 8}}}, "no regular expression"),
+        ({"extra_config": ["lm_head"]}, "extra_config there must be an object"),
+    ],
+)
+def test_auto_round_that_is_not_read_is_refused(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read({**AUTO_ROUND, "packing_format": "auto_round:auto_gptq", **change})
+    assert complaint in str(caught.value) and str(caught.value).isprintable()
+
+
 def test_mxfp4_of_gpt_oss_is_that_of_its_experts() -> None:
     name = released("gpt-oss-20b")
     original, result = (
