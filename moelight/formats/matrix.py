@@ -14,14 +14,19 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix(Generic[T]):
-    """A matrix [``rows``, ``columns``] stored as ``stored``. ``tensors``: by suffix, in the order of the format, byte
-    ranges of a file (`weights.source.TensorInfo`), offsets in a page (`weights.quantized_pages.PageTensor`), or torch
-    tensors on one device, contiguous."""
+    """A matrix [``rows``, ``columns``] stored as ``stored``.
+
+    Attributes:
+        tensors: by suffix, in the order of the format, byte ranges of a file (`weights.source.TensorInfo`), offsets in
+            a page (`weights.quantized_pages.PageTensor`), or torch tensors on one device, contiguous.
+        transposed: of floats: the tensor [columns, rows] holds the transpose.
+    """
 
     stored: Format
     rows: int
     columns: int
     tensors: Mapping[str, T]
+    transposed: bool = False
 
     def __hash__(self) -> int:
         return hash((self.stored, self.rows, self.columns, *self.tensors.items()))
@@ -33,4 +38,6 @@ class Matrix(Generic[T]):
     def map(self, function: Callable[[T], U]) -> Matrix[U]:
         """The matrix whose tensors are the results of ``function`` on those of this one."""
         tensors = {suffix: function(tensor) for suffix, tensor in self.tensors.items()}
-        return Matrix(stored=self.stored, rows=self.rows, columns=self.columns, tensors=tensors)
+        return Matrix(
+            stored=self.stored, rows=self.rows, columns=self.columns, tensors=tensors, transposed=self.transposed
+        )

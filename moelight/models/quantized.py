@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from moelight.formats.matrix import Matrix
 from moelight.models.moe import Matrices
 from moelight.weights.quantized_pages import PageTensor, QuantizedPages
-from moelight.weights.stored_matrix import TORCH
 
 
 class QuantizedExperts:
@@ -50,26 +50,16 @@ class QuantizedExperts:
         return self._known[key]
 
     def _view(self, layout_id: int, slot: Tensor) -> Matrices:
-        views = {name: _view(matrix, slot) for name, matrix in self._pages.layouts[layout_id]}
-        sides = tuple(
-            self._activations if all(_has_integers(views.get(name)) for name in names) else "auto"
-            for names in (("gate_up", "up"), ("down",))
-        )
-        return Matrices(
-            **views, layout_id=layout_id, interleaved=self._pages.interleaved, activations=(sides[0], sides[1])
-        )
+        layout = self._pages.layouts[layout_id]
+        views: dict[str, Any] = layout.map(partial(_view, slot)).parts()
+        inward = all(matrix.stored.int8_reason is None for matrix in (layout.gate_up, layout.up) if matrix is not None)
+        outward = layout.down.stored.int8_reason is None
+        activations = (self._activations if inward else "auto", self._activations if outward else "auto")
+        return Matrices(**views, layout_id=layout_id, interleaved=layout.interleaved, activations=activations)
 
 
-def _has_integers(matrix: Any) -> bool:
-    return matrix is None or (isinstance(matrix, Matrix) and matrix.stored.int8_reason is None)
-
-
-def _view(matrix: Matrix[PageTensor] | PageTensor, slot: Tensor) -> Any:
-    if isinstance(matrix, PageTensor):
-        values = _tensor(matrix, slot)
-        return values.t() if matrix.transposed else values
-    return matrix.map(lambda tensor: _tensor(tensor, slot))
-
-
-def _tensor(part: PageTensor, slot: Tensor) -> Tensor:
-    return slot[part.offset : part.offset + part.nbytes].view(TORCH[part.dtype]).view(part.shape)
+def _view(slot: Tensor, matrix: Matrix[PageTensor]) -> Tensor | Matrix[Tensor]:
+    """``matrix`` in ``slot``; a tensor of floats that are by columns, and of a bias."""
+    held = matrix.map(lambda tensor: tensor.of(slot))
+    first = next(iter(held.tensors.values()))
+    return first.t() if matrix.transposed else first if first.ndim == 1 else held

@@ -69,6 +69,19 @@ class Box:
         start[dim] += by
         return replace(self, start=tuple(start))
 
+    def apart(self) -> Box:
+        """The box in the one that has it of two matrices whose rows alternate (`TensorInfo.matrices`); else itself."""
+        info = self.info
+        if len(info.matrices) < 2:
+            return self
+        line = info.matrices[0].columns
+        index = self.offset // line % 2
+        matrix, shape = info.matrices[index], (*info.shape[:-1], info.shape[-1] // 2)
+        (stored,) = matrix.tensors.values()
+        one = matrix.as_values(stored.name, info.dtype, shape, turned=info.turned)
+        offset, strides = (self.offset - index * line) // 2, (self.strides[0] // 2, *self.strides[1:])
+        return replace(self, info=one, offset=offset, strides=strides)
+
     def with_dimensions(self, at: int, removed: int, inserted: Sequence[tuple[int, int, int]]) -> Box:
         """``removed`` dimensions from ``at`` on replaced by ``inserted``: (start, size, stride) of each."""
         parts = zip(*inserted, strict=True) if inserted else ((), (), ())

@@ -9,13 +9,12 @@ from types import MappingProxyType
 
 from moelight.core.dtypes import FLOAT32, dtype_named
 from moelight.formats.format import ITEM_BYTES
-from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
 from moelight.profiles.quantization import expert_module
 from moelight.weights.boxes import AssembledInfo, Tiled, concatenated
-from moelight.weights.quantized_checkpoint import QuantizedInfo
-from moelight.weights.source import Checkpoint, TensorInfo
-from moelight.weights.stored_matrix import StoredMatrix, ggml_matrix, gguf_expert_matrix
+from moelight.weights.source import Checkpoint
+from moelight.weights.stored_matrix import ggml_matrix, gguf_expert_matrix
+from moelight.weights.tensor_info import TensorInfo
 
 _EXPERTS = ("gate", "up", "down")
 _KEPT = ("router_selection_bias",)  # added to float32 scores, whatever the model's dtype
@@ -43,8 +42,8 @@ def _infos(model: GGUFModel, has: Callable[[str], bool]) -> Iterator[TensorInfo]
             matrix = replace(ggml_matrix(tensor), heads=model.heads_of(name))
             spellings = [spelling.format(layer=layer) for spelling in getattr(names, name)]
             tensor_name = next((spelling for spelling in spellings if has(spelling)), spellings[0])
-            shape = tensor.shape if len(tensor.shape) == 1 else (matrix.rows, matrix.columns)
-            yield _info(tensor_name, tensor, matrix, shape, FLOAT32.safetensors if name in _KEPT else dtype)
+            shape = tensor.shape if len(tensor.shape) == 1 else matrix.shape
+            yield matrix.as_values(tensor_name, FLOAT32.safetensors if name in _KEPT else dtype, shape)
 
 
 def _experts(model: GGUFModel, name: str, layer: int, dtype: str) -> Iterator[TensorInfo]:
@@ -56,24 +55,16 @@ def _experts(model: GGUFModel, name: str, layer: int, dtype: str) -> Iterator[Te
         for expert in range(tensor.shape[0]):
             module = expert_module(model.profile, layer, matrix, expert)
             expert_matrix = gguf_expert_matrix(model, layer, matrix, expert)
-            yield _info(f"{module}.weight", tensor, expert_matrix, (expert_matrix.rows, expert_matrix.columns), dtype)
+            yield expert_matrix.as_values(f"{module}.weight", dtype, expert_matrix.shape)
     elif matrix != "up":
-        other = model.tensors[name.replace("gate", "up"), layer] if matrix == "gate" else None
+        stacks = [tensor, model.tensors[name.replace("gate", "up"), layer]] if matrix == "gate" else [tensor]
         count, rows, columns = (*tensor.shape, 1)[:3]
-        rows *= 1 if other is None else 2
+        rows *= len(stacks)
         turned = name == matrix
-        module = expert_module(model.profile, layer, matrix if other is None else "gate_up", None)
-        yield replace(
-            _info(
-                module if turned else f"{module}_bias",
-                tensor,
-                ggml_matrix(tensor, columns=columns),
-                (count, columns, rows) if turned else (count, rows),
-                dtype,
-            ),
-            other=None if other is None else ggml_matrix(other, columns=columns),
-            turned=turned,
-        )
+        module = expert_module(model.profile, layer, "gate_up" if matrix == "gate" else matrix, None)
+        matrices = tuple(ggml_matrix(stack, columns=columns) for stack in stacks)
+        module, shape = (module, (count, columns, rows)) if turned else (f"{module}_bias", (count, rows))
+        yield replace(matrices[0].as_values(module, dtype, shape, turned=turned), matrices=matrices)
 
 
 def _keys_and_values(model: GGUFModel, name: str, layer: int, dtype: str) -> TensorInfo:
@@ -82,7 +73,7 @@ def _keys_and_values(model: GGUFModel, name: str, layer: int, dtype: str) -> Ten
     for half in ("k_b", "v_b"):
         tensor = model.tensors[half, layer]
         matrix = ggml_matrix(tensor, columns=tensor.shape[-1])
-        parts.append(Tiled.of(_info(f"{name} of {tensor.name}", tensor, matrix, tensor.shape, dtype)))
+        parts.append(Tiled.of(matrix.as_values(f"{name} of {tensor.name}", dtype, tensor.shape)))
     keys, values = parts[0].permute((0, 2, 1)), parts[1]
     heads, _, rank = keys.shape
     joined = concatenated((keys, values), 1)
@@ -92,8 +83,3 @@ def _keys_and_values(model: GGUFModel, name: str, layer: int, dtype: str) -> Ten
     return AssembledInfo(
         name=name, file=file, dtype=dtype, shape=shape, offset=0, nbytes=nbytes, tiled=joined.view(shape)
     )
-
-
-def _info(name: str, tensor: GGMLTensor, matrix: StoredMatrix, shape: tuple[int, ...], dtype: str) -> QuantizedInfo:
-    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-    return QuantizedInfo(name=name, file=tensor.file, dtype=dtype, shape=shape, offset=0, nbytes=nbytes, matrix=matrix)

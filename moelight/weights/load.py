@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
 from moelight.formats.format import PAGE_ALIGNMENT, RepackTable
-from moelight.formats.matrix import Matrix
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts, page_bytes
 from moelight.kernels import native
 from moelight.kernels.integers import no_integers
@@ -35,10 +34,10 @@ from moelight.kernels.repack import in_group_order, repacked, turn
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
-from moelight.weights.quantized_checkpoint import QuantizedInfo
-from moelight.weights.quantized_pages import Repacking
+from moelight.weights.quantized_pages import QuantizedPages
 from moelight.weights.source import TensorInfo
-from moelight.weights.stored_matrix import StoredMatrix
+from moelight.weights.stored_matrix import read_matrix
+from moelight.weights.tensor_info import StoredMatrix
 from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
@@ -219,21 +218,19 @@ def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor], activation
     """The matrices ``infos`` as stored, or repacked, each in its room (uint8, its `kept_bytes`)."""
     parts, chosen = [], []
     for info, room in zip(infos, rooms, strict=True):
-        assert isinstance(info, QuantizedInfo), "kept matrices are quantised"
         matrix = info.stored()
-        tensors = {suffix: part for suffix, part in matrix.read(room).items() if suffix in matrix.stored.names}
+        held = read_matrix(matrix, room)
         if matrix.heads:
-            for part in tensors.values():
+            for part in held.tensors.values():
                 part.copy_(part[hf_rows(matrix.rows, matrix.heads)])
-        quantized = Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=tensors)
-        parts.append(repacked(quantized))
+        parts.append(repacked(held))
         chosen.append(activations if no_integers(parts[-1]) is None else "auto")
     return StackedMatrix(tuple(parts), tuple(chosen))
 
 
 def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor) -> None:
     """As `TensorReader.read`, of a quantised matrix too, whose numbers are rounded to the dtype of ``dest``."""
-    if not isinstance(info, QuantizedInfo):
+    if not info.matrices:
         reader.read(info, dest, to_torch(BY_SAFETENSORS[info.dtype]))
         return
     matrix = info.stored()
@@ -242,12 +239,12 @@ def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor)
 
 def dequantised(matrix: StoredMatrix, out: torch.Tensor) -> torch.Tensor:
     """The numbers of ``matrix`` in ``out`` (its shape, any device)."""
-    quantized = Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=matrix.read())
+    held = read_matrix(matrix)
     if matrix.heads:
-        return out.copy_(cpu_dequantize(quantized, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
+        return out.copy_(cpu_dequantize(held, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
     if out.device.type == "cpu":
-        return cpu_dequantize(quantized, out.dtype, out=out)
-    for begin, values in row_blocks(quantized.stored, quantized.tensors, quantized.rows, quantized.columns):
+        return cpu_dequantize(held, out.dtype, out=out)
+    for begin, values in row_blocks(held.stored, held.tensors, held.rows, held.columns):
         out[begin : begin + len(values)].copy_(values)
     return out
 
@@ -308,11 +305,10 @@ Submit = Callable[[Sequence[tuple[Path, int, torch.Tensor, RepackTable | None]]]
 
 
 class _PartRead(NamedTuple):
-    """``piece`` into ``dest``, from byte ``offset`` of its page on; ``table``: how it is turned there."""
+    """``piece`` into ``dest``; ``table``: how it is turned there."""
 
     piece: TensorInfo
     dest: torch.Tensor
-    offset: int
     table: RepackTable | None
 
 
@@ -342,6 +338,7 @@ class PageReader(TensorReader):
     ) -> None:
         super().__init__(page_files(weight_map), weight_map.dtype)
         self._pages, self._quantized = weight_map.pages, weight_map.quantized
+        self._tables = [] if self._quantized is None else self._quantized.tables()
         self._dtype, self._alignment = dtype, 1
         if self._quantized is not None:
             self._stored = self._dtype = torch.uint8
@@ -362,8 +359,7 @@ class PageReader(TensorReader):
         values = dest[: self.page_bytes - begin].view(self._dtype)
         first, size = begin // self._dtype.itemsize, self._stored.itemsize
         quantized = self._quantized
-        repacking = None if quantized is None else quantized.repacking_of(page)
-        tables = {} if repacking is None else repacking.tables
+        tables = {} if quantized is None else self._tables[quantized.layout_ids[page]]
         complete = quantized is not None and not begin and len(values) >= quantized.bytes_of(page)
         if quantized is not None and tables and not (complete and dest.device.type == "cpu"):
             page_in_host = torch.empty(quantized.bytes_of(page), dtype=torch.uint8)
@@ -373,10 +369,10 @@ class PageReader(TensorReader):
             values[: len(cut)].copy_(cut)
             return None
         reads = [
-            _PartRead(piece, values[start - first : start - first + piece.nbytes // size], start, tables.get(start))
+            _PartRead(piece, values[start - first : start - first + piece.nbytes // size], tables.get(start))
             for piece, start in self._pieces(page, first, values.numel())
         ]
-        examine = partial(self._examine, (page, begin, values.numel()), reads, repacking)
+        examine = partial(self._examine, (page, begin, values.numel()), reads)
         if self._submit is not None and dest.device.type == "cpu" and (native.available() or not tables):
             parts = [(part.piece.file, part.piece.offset, part.dest.view(torch.uint8), part.table) for part in reads]
             return _DirectPageRead(self._submit(parts), [part.piece for part in reads], examine)
@@ -387,13 +383,12 @@ class PageReader(TensorReader):
         examine()
         return None
 
-    def _examine(self, part: tuple[Page, int, int], reads: Sequence[_PartRead], repacking: Repacking | None) -> None:
+    def _examine(self, part: tuple[Page, int, int], reads: Sequence[_PartRead]) -> None:
         """Notice numbers that float16 does not hold in what was read, unless ``part`` was examined before."""
-        if (not self._mixed and not (self._quantized and self._quantized.groups)) or part in self._examined:
+        if (not self._mixed and not (self._quantized and self._quantized.orders)) or part in self._examined:
             return
         if self._quantized is not None:
-            orders = {} if repacking is None else repacking.orders
-            _check_groups(self._quantized.groups, reads, orders, in_order=self._in_order)
+            _check_orders(self._quantized, reads, in_order=self._in_order)
         else:
             self._notice_wide(part[0].layer, reads)
         self._examined.add(part)
@@ -421,28 +416,27 @@ class PageReader(TensorReader):
             start = align_up(start + length, self._alignment)
 
 
-def _check_groups(
-    groups: Mapping[str, int], reads: Iterable[_PartRead], orders: Mapping[int, int], *, in_order: bool
-) -> None:
+def _check_orders(pages: QuantizedPages, reads: Iterable[_PartRead], *, in_order: bool) -> None:
     """Raise CheckpointError if a tensor that says the group of each column names one that is not there; if they have to
-    be ``in_order``, one before that of the column to its left; or if one at an offset of ``orders`` does not count
-    groups of as many columns."""
-    for piece, values, offset, _ in reads:
-        if (count := groups.get(piece.name)) is not None:
+    be ``in_order``, one before that of the column to its left; or if one does not count groups as repacked pages need
+    it."""
+    for piece, values, _ in reads:
+        if (expected := pages.orders.get(piece.name)) is not None:
             order_of = values.view(torch.int32)
             least, maximum = order_of.aminmax()
-            if least < 0 or maximum >= count:
+            if least < 0 or maximum >= expected.groups:
                 wrong = int(least if least < 0 else maximum)
                 raise CheckpointError(
-                    f"{piece.file}: tensor {piece.name!r} puts a column into group {wrong}, and there are {count}; "
-                    "fetch the checkpoint again"
+                    f"{piece.file}: tensor {piece.name!r} puts a column into group {wrong}, and there are "
+                    f"{expected.groups}; fetch the checkpoint again"
                 )
             if in_order and (order_of.diff() < 0).any():
                 raise CheckpointError(
                     f"{piece.file}: tensor {piece.name!r}: columns are not in the order of their groups, as "
                     "activations int8 need them; leave activations at auto"
                 )
-            if offset in orders and not in_group_order(order_of, orders[offset]):
+            counted = expected.counted if pages.is_repacked else None
+            if counted is not None and not in_group_order(order_of, counted):
                 raise CheckpointError(
                     f"{piece.file}: tensor {piece.name!r}: columns are not in the order of their groups, although "
                     "config.json says desc_act false; set that to true, or fetch the checkpoint again"

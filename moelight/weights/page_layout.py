@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.tensor_list import page_shapes
 from moelight.weights.boxes import Box, Shape, Tiled, row_major
 from moelight.weights.source import TensorInfo
 
@@ -63,23 +66,6 @@ class PageLayout:
         gate, up = self.gate_bias, self.up_bias
         return None if gate is None or up is None else _joined(gate, up, interleaved=self.interleaved)
 
-    def apart(self) -> PageLayout:
-        """The layout where rows of gate and up that alternate are stored as two matrices, up behind its gate, and their
-        biases too."""
-        gate, up = _one_by_one(self.gate, self.up)
-        gate_bias, up_bias = (self.gate_bias, self.up_bias)
-        if up_bias is not None:
-            gate_bias, up_bias = _one_by_one(gate_bias, up_bias)
-        return replace(self, gate=gate, up=up, gate_bias=gate_bias, up_bias=up_bias)
-
-
-def _one_by_one(gate: StridedMatrix | None, up: StridedMatrix) -> tuple[StridedMatrix | None, StridedMatrix]:
-    if gate is None:
-        return None, up
-    strides = row_major(gate.shape)
-    behind = gate.offset + math.prod(gate.shape)
-    return replace(gate, strides=strides), replace(up, strides=strides, offset=behind)
-
 
 def _joined(gate: StridedMatrix, up: StridedMatrix, *, interleaved: bool) -> StridedMatrix | None:
     rows, *columns = gate.shape
@@ -98,6 +84,17 @@ class Run:
     count: int
 
 
+def usual_layout(model: ModelProfile) -> PageLayout:
+    """The layout of a page of gate, up and down, one after the other."""
+    shapes = page_shapes(model)
+    offsets = accumulate((math.prod(shape) for shape in shapes.values()), initial=0)
+    places = {
+        name: StridedMatrix(offset=offset, shape=shape, strides=row_major(shape))
+        for (name, shape), offset in zip(shapes.items(), offsets, strict=False)
+    }
+    return PageLayout(elements=sum(map(math.prod, shapes.values())), **places)
+
+
 class ScatteredError(Exception):
     """An expert's part of the stored tensor ``info`` is not one run of numbers."""
 
@@ -114,9 +111,9 @@ def lay_out(parts: Mapping[str, Tiled]) -> tuple[PageLayout, tuple[Run, ...]]:
             raise ScatteredError(part.boxes[0].info)
     boxes = {name: part.boxes[0] for name, part in parts.items()}
     runs = _runs(list(boxes.values()))
-    for info in {id(run.info): run.info for run in runs}.values():
-        stored = sum(run.count for run in runs if run.info is info)
-        if stored != sum(math.prod(box.shape) for box in boxes.values() if box.info is info):
+    for name, info in {run.info.name: run.info for run in runs}.items():
+        stored = sum(run.count for run in runs if run.info.name == name)
+        if stored != sum(math.prod(box.shape) for box in boxes.values() if box.info.name == name):
             raise ScatteredError(info)
     places = {
         name: StridedMatrix(offset=_place(box, runs), shape=box.shape, strides=box.strides)
@@ -131,7 +128,7 @@ def _runs(boxes: Sequence[Box]) -> list[Run]:
     for box in boxes:
         begin, end = box.offset, box.offset + box.span
         for index, run in enumerate(runs):
-            if run.info is box.info and begin <= run.begin + run.count and run.begin <= end:
+            if run.info.name == box.info.name and begin <= run.begin + run.count and run.begin <= end:
                 begin, end = min(begin, run.begin), max(end, run.begin + run.count)
                 runs[index] = Run(info=run.info, begin=begin, count=end - begin)
                 break
@@ -144,7 +141,7 @@ def _place(box: Box, runs: Sequence[Run]) -> int:
     """The number of the page at which ``box`` starts."""
     start = 0
     for run in runs:
-        if run.info is box.info and 0 <= box.offset - run.begin < run.count:
+        if run.info.name == box.info.name and 0 <= box.offset - run.begin < run.count:
             break
         start += run.count
     return start + box.offset - run.begin

@@ -1,73 +1,25 @@
 """A quantised checkpoint as one of plain matrices: the tensors of each quantised matrix become one, of the shape and
-under the name that the matrix has where it is not quantised, so that what finds weights knows no formats.
-
-Such a tensor has no bytes of its own; which stored rows it, or a part of it, stands for follows from its place.
-"""
+under the name that the matrix has where it is not quantised, so that what finds weights knows no formats
+(`TensorInfo.matrices`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
 from moelight.core.dtypes import BY_SAFETENSORS
 from moelight.core.errors import CheckpointError
-from moelight.formats.format import ITEM_BYTES, SHAPE, Format
+from moelight.formats.format import SHAPE, Format
 from moelight.formats.registry import STACK_SUFFIXES, SUFFIXES
-from moelight.weights.source import Checkpoint, TensorInfo
-from moelight.weights.stored_matrix import StoredMatrix, find_matrix, read_tensor
+from moelight.weights.source import Checkpoint
+from moelight.weights.stored_matrix import find_matrix, read_tensor
+from moelight.weights.tensor_info import StoredMatrix, TensorInfo
 
 _MOST_DIMENSIONS = 4
 _STACK_DIMENSIONS = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizedInfo(TensorInfo):
-    """A quantised matrix, or several below one another, as numbers of ``dtype``: ``offset`` and ``nbytes`` are those of
-    a row-major tensor of such numbers, which is nowhere.
-
-    ``turned``: a stack [E, columns, rows] of matrices that are stored by rows. ``other``: its rows alternate with those
-    of ``matrix``, which has as many.
-    """
-
-    matrix: StoredMatrix
-    turned: bool = False
-    other: StoredMatrix | None = None
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        usual = super(QuantizedInfo, self).strides
-        return (usual[0], 1, self.shape[1]) if self.turned else usual
-
-    def stored(self) -> StoredMatrix:
-        """The rows that this tensor stands for; raises CheckpointError if they are not whole or not by themselves."""
-        line = self.matrix.columns * ITEM_BYTES[self.dtype]
-        if self.offset % line or self.nbytes % line or self.other is not None:
-            raise self._in_parts()
-        return self.matrix.rows_of(self.offset // line, (self.offset + self.nbytes) // line)
-
-    def apart(self) -> tuple[QuantizedInfo, ...]:
-        """The tensor as matrices whose rows are one after another; raises CheckpointError as `stored` does."""
-        if self.other is None:
-            return (self,)
-        line = self.matrix.columns * ITEM_BYTES[self.dtype]
-        if self.offset % (2 * line) or self.nbytes % (2 * line):
-            raise self._in_parts()
-        halves = []
-        for matrix in (self.matrix, self.other):
-            (info,) = matrix.tensors.values()
-            half = replace(self, name=info.name, file=info.file, matrix=matrix, other=None, turned=False)
-            shape = (self.nbytes // (2 * line), matrix.columns)
-            halves.append(replace(half, shape=shape, offset=self.offset // 2, nbytes=self.nbytes // 2))
-        return tuple(halves)
-
-    def _in_parts(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self.file}: tensor {self.name!r} is needed in parts that are no rows of it, which "
-            f"{self.matrix.stored.name} does not allow; use the checkpoint that is not quantised"
-        )
 
 
 def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None], dtype: str) -> Checkpoint:
@@ -98,7 +50,7 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None
     _check_codes(tensors, plain.values(), format_of, listing)
     dtypes = {info.dtype for info in plain.values() if info.dtype in BY_SAFETENSORS}
     common = dtypes.pop() if len(dtypes) == 1 else dtype
-    matrices = {info.name: info for info in (_as_numbers(*one, common) for one in located)}
+    matrices = {info.name: info for info in (_as_values(*one, common) for one in located)}
     if twice := next((name for name in matrices if name in plain), None):
         raise CheckpointError(
             f"{plain[twice].file}: tensor {twice!r} is stored quantised, too; save the model again, with one of them"
@@ -205,20 +157,10 @@ def _size(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, sto
     return int(rows), int(columns)
 
 
-def _as_numbers(info: TensorInfo, matrix: StoredMatrix, module: str, dtype: str) -> QuantizedInfo:
+def _as_values(info: TensorInfo, matrix: StoredMatrix, module: str, dtype: str) -> TensorInfo:
     turned = matrix.stored.stack_of(info.shape) > 0
-    stack = info.shape[0] if turned or len(info.shape) == _STACK_DIMENSIONS else 0
-    shape: tuple[int, ...] = (matrix.rows, matrix.columns)
-    if stack:
-        rows = matrix.rows // stack
-        shape = (stack, matrix.columns, rows) if turned else (stack, rows, matrix.columns)
-    return QuantizedInfo(
-        name=module if stack else f"{module}.weight",
-        file=info.file,
-        dtype=dtype,
-        shape=shape,
-        offset=0,
-        nbytes=math.prod(shape) * ITEM_BYTES[dtype],
-        matrix=matrix,
-        turned=turned,
-    )
+    if not turned and len(info.shape) != _STACK_DIMENSIONS:
+        return matrix.as_values(f"{module}.weight", dtype, matrix.shape)
+    rows = matrix.rows // info.shape[0]
+    one = (matrix.columns, rows) if turned else (rows, matrix.columns)
+    return matrix.as_values(module, dtype, (info.shape[0], *one), turned=turned)

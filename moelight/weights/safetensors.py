@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moelight.core.errors import CheckpointError
 from moelight.core.small_files import open_regular, parse_json, read_error_text
+from moelight.weights.tensor_info import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
@@ -27,29 +27,6 @@ _BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorInfo:
-    """The location of a tensor, or of a slice of it: ``nbytes`` bytes at ``offset`` from the start of ``file``,
-    row-major. ``dtype`` is the safetensors name (``BF16``), possibly of a format that moelight does not support."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Numbers from one index of each dimension to the next."""
-        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-
-    def part(self, index: int, count: int) -> TensorInfo:
-        """Slice ``index`` of ``count`` equal slices along the first dimension, under the name of the whole."""
-        shape, nbytes = (self.shape[0] // count, *self.shape[1:]), self.nbytes // count
-        return replace(self, shape=shape, offset=self.offset + index * nbytes, nbytes=nbytes)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 from moelight.core.errors import CheckpointError
 from moelight.core.small_files import read_error_text, read_json
-from moelight.weights.safetensors import TensorInfo, read_header
+from moelight.weights.safetensors import read_header
+from moelight.weights.tensor_info import TensorInfo
 
 __all__ = ["DEMO", "Checkpoint", "IgnoredTensor", "TensorInfo", "resolve_model"]
 

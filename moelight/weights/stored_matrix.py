@@ -4,27 +4,22 @@ CheckpointError that names tensor and file. `kernels.quantized` gives the number
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moelight.core.dtypes import dtype_named
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import align_up
 from moelight.formats.format import PAGE_ALIGNMENT, SHAPE, Format, TensorSpec
 from moelight.formats.ggml import ggml_format
 from moelight.formats.matrix import Matrix
-from moelight.formats.plain import plain
 from moelight.formats.registry import SUFFIXES
 from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
-from moelight.profiles.model import ModelProfile
-from moelight.profiles.quantization import expert_module
-from moelight.profiles.tensor_list import page_shapes
-from moelight.weights.source import Checkpoint, TensorInfo
+from moelight.weights.tensor_info import StoredMatrix, TensorInfo
 
 TORCH = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -39,81 +34,25 @@ TORCH = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredMatrix(Matrix[TensorInfo]):
-    """A matrix of ``module`` in a checkpoint. ``heads``: that many heads, the two
-    halves of each with their rows interleaved (`gguf_config.hf_rows`); 0: rows are in transformers' order. ``stack``:
-    so many matrices of equal size below one another, whose blocks begin anew with each."""
-
-    module: str
-    heads: int = 0
-    stack: int = 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the checkpoint, with the dtypes that it has."""
-        return sum(info.nbytes for info in self.tensors.values())
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes in memory: each tensor that says more than a shape, aligned."""
-        return sum(align_up(info.nbytes, PAGE_ALIGNMENT) for suffix, info in self.tensors.items() if suffix != SHAPE)
-
-    def rows_of(self, begin: int, end: int) -> StoredMatrix:
-        """Rows ``begin`` to ``end`` as a matrix of its own; raises CheckpointError where its bytes are not together."""
-        if self.stack > 1:
-            return self._of_stack(begin, end)
-        if (begin, end) == (0, self.rows):
-            return self
-        if self.heads:
-            raise self._error(
-                self.stored.names[0], "has its rows in another order, so they are not taken by themselves"
-            )
-        places = {}
-        for part in self.stored.tensors(self.rows, self.columns):
-            if (step := self.stored.rows_of_line(part.suffix)) == 0:
-                places[part.suffix] = self.tensors[part.suffix]
-                continue
-            if step < 0 or begin % step or (end % step and end < self.rows):
-                raise self._error(part.suffix, f"is not to be divided at rows {begin} and {end}")
-            places[part.suffix] = _lines(self.tensors[part.suffix], begin // step, -(-end // step))
-        return replace(self, rows=end - begin, tensors=places)
-
-    def _of_stack(self, begin: int, end: int) -> StoredMatrix:
-        """Rows ``begin`` to ``end``, which must be one matrix of the stack."""
-        rows = self.rows // self.stack
-        if begin % rows or end - begin != rows:
-            raise self._error(self.stored.names[0], f"is not to be divided at rows {begin} and {end}")
-        places = {suffix: info.part(begin // rows, self.stack) for suffix, info in self.tensors.items()}
-        return replace(self, rows=rows, stack=1, tensors=places)
-
-    def read(self, into: Tensor | None = None) -> dict[str, Tensor]:
-        """The tensors by suffix, as stored; checks the values that say where others are. ``into``: uint8
-        [`kept_bytes`], in which they are to lie."""
-        tensors, at = {}, 0
-        for suffix, info in self.tensors.items():
-            room = None
-            if into is not None and suffix != SHAPE:
-                room, at = into[at : at + info.nbytes], at + align_up(info.nbytes, PAGE_ALIGNMENT)
-            tensors[suffix] = read_tensor(info, room)
-        self._check(tensors)
-        return tensors
-
-    def _check(self, values: Mapping[str, Tensor]) -> None:
-        shape = values.get(SHAPE)
-        if shape is not None and shape.tolist() != [self.rows, self.columns]:
-            raise self._error(SHAPE, f"says {shape.tolist()}, and the matrix is {[self.rows, self.columns]}")
-        if not self.stored.order:
-            return
-        order, groups = values[self.stored.names[3]], self.stored.groups(self.columns)
+def read_matrix(matrix: StoredMatrix, into: Tensor | None = None) -> Matrix[Tensor]:
+    """``matrix`` in memory, as stored, without what repeats its shape; checks the values that say where others are.
+    ``into``: uint8 [`kept_bytes`], in which its tensors are to lie."""
+    tensors, at = {}, 0
+    for suffix, info in matrix.tensors.items():
+        room = None
+        if into is not None and suffix != SHAPE:
+            room, at = into[at : at + info.nbytes], at + align_up(info.nbytes, PAGE_ALIGNMENT)
+        tensors[suffix] = read_tensor(info, room)
+    shape = tensors.pop(SHAPE, None)
+    if shape is not None and shape.tolist() != list(matrix.shape):
+        raise matrix.error(SHAPE, f"says {shape.tolist()}, and the matrix is {list(matrix.shape)}")
+    if matrix.stored.order:
+        order, groups = tensors[matrix.stored.names[3]], matrix.stored.groups(matrix.columns)
         least, maximum = int(order.min()), int(order.max())
         if least < 0 or maximum >= groups:
             wrong = least if least < 0 else maximum
-            raise self._error(self.stored.names[3], f"puts a column into group {wrong}, and there are {groups}")
-
-    def _error(self, suffix: str, complaint: str) -> CheckpointError:
-        info = self.tensors[suffix]
-        return CheckpointError(f"{info.file}: tensor {info.name!r} {complaint}; fetch the checkpoint again")
+            raise matrix.error(matrix.stored.names[3], f"puts a column into group {wrong}, and there are {groups}")
+    return Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=tensors)
 
 
 def find_matrix(
@@ -141,34 +80,6 @@ def find_matrix(
             )
     places = {part.suffix: _place(tensors, module, part, stored, listing, expert) for part in wanted}
     return StoredMatrix(module=module, stored=stored, rows=rows, columns=columns, tensors=places)
-
-
-def expert_matrices(
-    checkpoint: Checkpoint,
-    profile: ModelProfile,
-    format_of: Callable[[str], Format | None],
-    layer: int,
-    expert: int,
-) -> dict[str, StoredMatrix]:
-    """The matrices of an expert's page by the names of `page_shapes`. Where a family's names are of stacks (gpt-oss),
-    gate and up are one matrix ``gate_up`` with interleaved rows."""
-    shapes, spec = page_shapes(profile), profile.experts
-    stack = None if profile.names.gate else (expert, spec.num_experts)
-    if stack is not None:
-        shapes = {"gate_up": (2 * spec.intermediate_size, profile.hidden_size), "down": shapes["down"]}
-    matrices, default = {}, plain(dtype_named(profile.dtype).safetensors)
-    for name, (rows, columns) in shapes.items():
-        if name.endswith("_bias"):
-            continue
-        module = expert_module(profile, layer, name, None if stack else expert)
-        stored, listing = format_of(module) or default, str(checkpoint.listing)
-        matrices[name] = find_matrix(checkpoint.tensors, module, stored, rows, columns, listing=listing, expert=stack)
-    return matrices
-
-
-def gguf_expert_matrices(model: GGUFModel, layer: int, expert: int) -> dict[str, StoredMatrix]:
-    """Return the expert matrices of a GGUF model, whose gate, up and down are separate stacks."""
-    return {name: gguf_expert_matrix(model, layer, name, expert) for name in ("gate", "up", "down")}
 
 
 def gguf_expert_matrix(model: GGUFModel, layer: int, name: str, expert: int) -> StoredMatrix:
@@ -203,14 +114,6 @@ def ggml_matrix(tensor: GGMLTensor, *, expert: int | None = None, columns: int |
     if expert is not None:
         info = info.part(expert, math.prod(stack))
     return StoredMatrix(module=tensor.name, stored=stored, rows=rows, columns=last, tensors={".weight": info})
-
-
-def _lines(info: TensorInfo, begin: int, end: int) -> TensorInfo:
-    """Slice ``begin`` to ``end`` of ``info`` along its first dimension."""
-    line = info.nbytes // info.shape[0]
-    return replace(
-        info, shape=(end - begin, *info.shape[1:]), offset=info.offset + begin * line, nbytes=(end - begin) * line
-    )
 
 
 def _place(

@@ -21,8 +21,8 @@ from moelight.profiles.quantization import Kept, kept_matrices, read_quantizatio
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, IgnoreRule, ignore_rules, set_aside
-from moelight.weights.page_layout import PageLayout
-from moelight.weights.quantized_checkpoint import QuantizedInfo, as_matrices
+from moelight.weights.page_layout import PageLayout, usual_layout
+from moelight.weights.quantized_checkpoint import as_matrices
 from moelight.weights.quantized_pages import QuantizedPages, lay_out_pages
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo, resolve_model
 
@@ -130,15 +130,17 @@ def plain_matrices(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 def as_stored(opened: OpenCheckpoint, layouts: Mapping[int, PageLayout] | None = None) -> OpenCheckpoint:
     """``opened``, a checkpoint of plain matrices whose profile is quantised, with pages of stored bytes if experts are.
-    ``layouts``: of the pages of a graph's layers."""
+    ``layouts``: of the pages of a graph's layers; None: `usual_layout`."""
     weight_map, profile = opened.weight_map, opened.profile
-    if not any(isinstance(info, QuantizedInfo) for infos in weight_map.pages.values() for info in infos):
+    if not any(info.matrices for infos in weight_map.pages.values() for info in infos):
         return replace(opened, profile=replace(profile, stored=None))  # other matrices are not quantised in memory
+    if layouts is None:
+        layouts = dict.fromkeys(range(profile.num_layers), usual_layout(profile))
     quantized = lay_out_pages(weight_map.pages, layouts)
 
     def kept_as(part: StoredTensor) -> Kept | None:
         info = weight_map.parts.get(part)
-        return (info.matrix.stored, info.matrix.kept_bytes) if isinstance(info, QuantizedInfo) else None
+        return next(((matrix.stored, matrix.kept_bytes) for matrix in info.matrices), None) if info else None
 
     sizes, matrices = quantized.page_bytes(profile.num_layers), kept_matrices(profile, kept_as)
     return replace(

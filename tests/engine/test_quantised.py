@@ -20,7 +20,6 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Page
 from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
-from moelight.formats.matrix import Matrix
 from moelight.kernels import native
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.pages import PageTable
@@ -104,9 +103,7 @@ def test_pages_of_columns_are_those_of_rows_once_they_are_there(
     repacked = QuantizedPages.repacked
     monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: turned.append(repacked(pages)) or turned[-1])
     assert scores(by_columns, **how) == wanted
-    assert {
-        position.stored.key for kind in turned[0].layouts for _, position in kind if isinstance(position, Matrix)
-    } == {"packed"}
+    assert {matrix.stored.key for layout in turned[0].layouts for matrix in layout.parts().values()} == {"packed"}
     assert scores(by_columns, **{**how, "weights": STREAMED}) == wanted
     assert scores(by_columns, **{**how, "weights": Shares(host=0.4, disk=0.6), "residents": "learned"}) == wanted
     monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: pages)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from moelight.kernels.quantized import row_blocks
-from moelight.weights.stored_matrix import StoredMatrix
+from moelight.weights.stored_matrix import read_matrix
+from moelight.weights.tensor_info import StoredMatrix
 
 BIT_COUNTS = (2, 4, 8)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -22,7 +23,8 @@ def same_bits(result: Tensor, wanted: Tensor) -> None:
 
 def dequantized(matrix: StoredMatrix, *, maximum: int = 256) -> Tensor:
     """All numbers of ``matrix``, unpacked in blocks of ``maximum`` rows."""
-    blocks = row_blocks(matrix.stored, matrix.read(), matrix.rows, matrix.columns, max_rows=maximum)
+    tensors = read_matrix(matrix).tensors
+    blocks = row_blocks(matrix.stored, tensors, matrix.rows, matrix.columns, max_rows=maximum)
     return torch.cat([block for _, block in blocks])
 
 

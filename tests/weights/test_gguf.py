@@ -21,7 +21,7 @@ from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.stored import StoredWeights
-from moelight.weights.stored_matrix import ggml_matrix, gguf_expert_matrices
+from moelight.weights.stored_matrix import ggml_matrix, gguf_expert_matrix
 from tests.weights.gguf_files import CONFIGS, as_written, tiny, write_gguf
 from tests.weights.packers import dequantized
 
@@ -59,7 +59,7 @@ def test_a_file_is_the_model_that_was_written(architecture: str, tmp_path: Path)
     layer = result.profile.num_layers - 1
     for name, stem in (("up", "ffn_up_exps"), ("down", "ffn_down_exps")):
         stack, tensor = written[f"blk.{layer}.{stem}.weight"], result.tensors[name, layer]
-        matrix = gguf_expert_matrices(result, layer, 2)[name]
+        matrix = gguf_expert_matrix(result, layer, name, 2)
         assert torch.equal(dequantized(matrix, maximum=7), as_written(stack, tensor.type)[2])
 
 

@@ -27,7 +27,7 @@ from moelight.profiles.gguf_models import open_gguf
 from moelight.weights.boxes import AssembledInfo
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
 from moelight.weights.load import PageReader, dequantised, load_dense
-from moelight.weights.quantized_checkpoint import QuantizedInfo
+from moelight.weights.tensor_info import TensorInfo
 from moelight.weights.tensor_map import OpenCheckpoint
 from moelight.weights.torch_dtypes import from_torch
 from tests.tiny import save_tiny
@@ -104,9 +104,8 @@ def compute(path: Path, name: str) -> None:
     if name in GRAPHS:
         for info in gguf_checkpoint(open_gguf(path)).tensors.values():
             for part in _stored_parts(info):
-                for item in part.apart():
-                    matrix = item.stored()
-                    dequantised(matrix, torch.empty((matrix.rows, matrix.columns), dtype=DTYPE))
+                for matrix in part.matrices:
+                    dequantised(matrix, torch.empty(matrix.shape, dtype=DTYPE))
         return
     opened = open_model(str(path))
     profile, weight_map = opened.profile, opened.weight_map
@@ -118,12 +117,12 @@ def compute(path: Path, name: str) -> None:
                 _multiply(replace(opened, weight_map=replace(weight_map, quantized=quantized)), layer)
 
 
-def _stored_parts(info: object) -> Iterator[QuantizedInfo]:
+def _stored_parts(info: TensorInfo) -> Iterator[TensorInfo]:
     if isinstance(info, AssembledInfo):
         for part in {id(box.info): box.info for box in info.tiled.boxes}.values():
             yield from _stored_parts(part)
     else:
-        assert isinstance(info, QuantizedInfo)
+        assert info.matrices
         yield info
 
 

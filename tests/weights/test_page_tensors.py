@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from moelight.core.schedule import Page
+from moelight.formats.plain import PLAIN_FORMATS
 from moelight.weights.page_layout import PageLayout, StridedMatrix
-from moelight.weights.quantized_pages import PageTensor, lay_out_pages
+from moelight.weights.quantized_pages import lay_out_pages
 from moelight.weights.source import TensorInfo
 
 
@@ -19,13 +20,14 @@ def test_floats_by_columns_are_transposed(rows: int, columns: int) -> None:
         TensorInfo(name=name, file=Path("model"), dtype="BF16", shape=shape, offset=0, nbytes=2 * count)
         for name, shape in (("up", (columns, rows)), ("down", (columns, rows)))
     )
-    layout = PageLayout(
+    strided = PageLayout(
         elements=2 * count,
         up=StridedMatrix(offset=0, shape=(rows, columns), strides=(1, rows)),
         down=StridedMatrix(offset=count, shape=(columns, rows), strides=(rows, 1)),
     )
-    matrices = dict(lay_out_pages({Page(layer=0, expert=0): infos}, {0: layout}).layouts[0])
-    up, down = matrices["gate_up"], matrices["down"]
-    assert isinstance(up, PageTensor) and isinstance(down, PageTensor)
-    assert up.transposed and up.shape == (columns, rows) and up.offset == 0
-    assert not down.transposed and down.shape == (columns, rows) and down.offset == 2 * count
+    (layout,) = lay_out_pages({Page(layer=0, expert=0): infos}, {0: strided}).layouts
+    up, down = layout.gate_up, layout.down
+    assert up.stored == down.stored == PLAIN_FORMATS["BF16"]
+    assert up.transposed and up.shape == (rows, columns) and not down.transposed and down.shape == (columns, rows)
+    tensors = [matrix.tensors[".weight"] for matrix in (up, down)]
+    assert [(tensor.offset, tensor.shape) for tensor in tensors] == [(0, (columns, rows)), (2 * count, (columns, rows))]

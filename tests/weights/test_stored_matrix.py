@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moelight.core.errors import CheckpointError
 from moelight.formats.awq import awq
-from moelight.formats.format import Format
+from moelight.formats.format import SHAPE, Format
 from moelight.formats.fp8 import fp8
 from moelight.formats.gptq import gptq
 from moelight.formats.mxfp4 import mxfp4
@@ -20,8 +20,10 @@ from moelight.formats.packed import PackedFormat
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
+from moelight.weights.quantized_checkpoint import as_matrices
 from moelight.weights.source import Checkpoint
-from moelight.weights.stored_matrix import StoredMatrix, expert_matrices, find_matrix
+from moelight.weights.stored_matrix import find_matrix, read_matrix
+from moelight.weights.tensor_info import StoredMatrix
 from tests.weights.packers import dequantized, pack_awq, pack_gptq
 
 ROWS, COLUMNS, GROUP = 16, 64, 32
@@ -84,10 +86,13 @@ def test_a_matrix_is_found_and_read(name: str, tmp_path: Path) -> None:
     stored, make = MATRICES[name]
     parts = make()
     matrix = matrix_in(saved(tmp_path, parts), stored)
-    assert matrix.nbytes == sum(part.nbytes for part in parts.values()) == stored.bytes_for(ROWS, COLUMNS)
-    read = matrix.read()
-    assert read.keys() == parts.keys()
-    for suffix, part in parts.items():
+    assert {suffix: info.nbytes for suffix, info in matrix.tensors.items()} == {
+        suffix: part.nbytes for suffix, part in parts.items()
+    }
+    assert sum(part.nbytes for part in parts.values()) == stored.bytes_for(ROWS, COLUMNS)
+    read = read_matrix(matrix).tensors
+    assert read.keys() == parts.keys() - {SHAPE}
+    for suffix, part in ((suffix, parts[suffix]) for suffix in read):
         assert read[suffix].dtype == part.dtype and torch.equal(read[suffix].view(torch.uint8), part.view(torch.uint8))
     assert dequantized(matrix, maximum=5).shape == (ROWS, COLUMNS)
 
@@ -125,14 +130,14 @@ def test_an_order_beyond_the_groups_is_refused(wrong: int, group: int, tmp_path:
     parts[".g_idx"][17] = wrong
     matrix = matrix_in(saved(tmp_path, parts), MATRICES["gptq"][0])
     with pytest.raises(CheckpointError, match=rf"'{MODULE}.g_idx' puts a column into group {group}, and there are 2"):
-        matrix.read()
+        read_matrix(matrix)
 
 
 def test_a_shape_that_lies_is_refused(tmp_path: Path) -> None:
     parts = packed()
     parts[".weight_shape"][1] += 1
     with pytest.raises(CheckpointError, match=r"weight_shape' says \[16, 65\], and the matrix is \[16, 64\]"):
-        matrix_in(saved(tmp_path, parts), INT4).read()
+        read_matrix(matrix_in(saved(tmp_path, parts), INT4))
 
 
 def test_a_file_cut_short_after_it_was_opened_is_refused(tmp_path: Path) -> None:
@@ -140,7 +145,7 @@ def test_a_file_cut_short_after_it_was_opened_is_refused(tmp_path: Path) -> None
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=r"cut short inside tensor"):
-        matrix.read()
+        read_matrix(matrix)
 
 
 def test_sizes_that_no_group_divides_are_refused(tmp_path: Path) -> None:
@@ -156,7 +161,7 @@ def test_stacked_experts_of_gpt_oss_are_slices(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, {"_blocks": blocks, "_scales": scales})
     for expert in range(experts):
         matrix = find_matrix(checkpoint.tensors, MODULE, stored, ROWS, COLUMNS, listing="x", expert=(expert, experts))
-        read = matrix.read()
+        read = read_matrix(matrix).tensors
         assert torch.equal(read["_blocks"].flatten(), blocks[expert].flatten())
         assert torch.equal(dequantized(matrix, maximum=7), dequantized(matrix))
     with pytest.raises(CheckpointError, match="there are 4 experts"):
@@ -190,11 +195,12 @@ def test_the_matrices_of_an_expert_are_found_by_the_config(method: str, tmp_path
             tensors[f"{inside}.{matrix}_proj_scales"] = torch.zeros(2, rows, columns // 32, dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
-    for expert in range(2):
-        result = expert_matrices(checkpoint, profile, quantization.format_of, 1, expert)
-        assert result.keys() == ({"gate", "up", "down"} if method == "gptq" else {"gate_up", "down"})
-        biases = 2 * (64 + 64) if method == "mxfp4" else 0
-        assert sum(matrix.nbytes for matrix in result.values()) + biases == profile.stored.page_bytes
-        assert all(dequantized(matrix).shape == (matrix.rows, matrix.columns) for matrix in result.values())
-    with pytest.raises(CheckpointError, match=r"layers.0.*is missing"):
-        expert_matrices(checkpoint, profile, quantization.format_of, 0, 0)
+    checkpoint = as_matrices(checkpoint, quantization.format_of, "BF16")
+    suffix = ".weight" if method == "gptq" else ""
+    assert {name.rpartition("_proj")[2] for name in checkpoint.tensors} == {suffix}
+    matrices = [info.stored() for info in checkpoint.tensors.values()] if method == "gptq" else []
+    matrices += [info.part(0, 2).stored() for info in checkpoint.tensors.values() if info.turned]
+    page = matrices[: len(checkpoint.tensors) // 2] if method == "gptq" else matrices
+    biases = 2 * (64 + 64) if method == "mxfp4" else 0
+    assert sum(part.nbytes for matrix in page for part in matrix.tensors.values()) + biases == profile.stored.page_bytes
+    assert all(dequantized(matrix).shape == matrix.shape for matrix in matrices)

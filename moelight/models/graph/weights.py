@@ -33,7 +33,6 @@ from moelight.weights.ignored import COMPUTED, NOT_READ, OTHER_PART, PREDICTION,
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, dequantised
 from moelight.weights.loose_experts import LooseExperts, layer_of, loose_experts
 from moelight.weights.page_layout import PageLayout, ScatteredError, lay_out
-from moelight.weights.quantized_checkpoint import QuantizedInfo
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
 from moelight.weights.tensor_map import open_needed, plain_matrices
 from moelight.weights.torch_dtypes import from_torch, to_torch
@@ -627,7 +626,8 @@ def _gate_and_up(inward: Sequence[Tiled], form: ExpertForm) -> Sequence[Tiled]:
     both = inward[0]
     width = both.shape[0] // 2
     if form.interleaved:
-        return both.view((width, 2, *both.shape[1:])).unbind(1)
+        halves = both.view((width, 2, *both.shape[1:])).unbind(1)
+        return [replace(half, boxes=tuple(box.apart() for box in half.boxes)) for half in halves]
     return both.split(0, (width, width))
 
 
@@ -727,7 +727,7 @@ def _read(reader: TensorReader, box: Box, target: Tensor, common: torch.dtype) -
     part = target[tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))]
     stored, count = _STORED[box.info.dtype], part.numel()
     size = stored.itemsize
-    if isinstance(box.info, QuantizedInfo):
+    if box.info.matrices:
         part.copy_(_numbers(box, part.dtype))
         return
     if box.in_order and part.is_contiguous():
@@ -748,11 +748,9 @@ def _read(reader: TensorReader, box: Box, target: Tensor, common: torch.dtype) -
 
 def _numbers(box: Box, dtype: torch.dtype) -> Tensor:
     """The numbers of ``box``, whose tensor is quantised."""
-    info = box.info
-    assert isinstance(info, QuantizedInfo)
-    line = info.matrix.columns
+    line = box.info.matrices[0].columns
     first, last = box.offset // line, (box.offset + box.span - 1) // line + 1
-    matrix = info.matrix.rows_of(first, last)
+    matrix = box.info.matrices[0].rows_of(first, last)
     rows = dequantised(matrix, torch.empty((matrix.rows, line), dtype=dtype))
     return rows.as_strided(box.shape, box.strides, box.offset - first * line)
 
