@@ -39,4 +39,4 @@ class ExpertLayout(Generic[M]):
     def map(self, function: Callable[[M], N]) -> ExpertLayout[N]:
         """The layout of the results of ``function`` on matrices and biases."""
         parts = {name: function(part) for name, part in self.parts().items()}
-        return ExpertLayout(**parts, interleaved=self.interleaved)  # type: ignore[arg-type]
+        return ExpertLayout(**parts, interleaved=self.interleaved)
