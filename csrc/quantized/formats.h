@@ -16,6 +16,7 @@
 #include <array>
 #include <type_traits>
 
+#include "codebooks.h"
 #include "numbers.h"
 
 namespace moelight {

@@ -68,6 +68,7 @@ class Format(ABC):
         in_order: the config says that columns are in the order of their groups.
         names: suffixes of codes, scales, zero points, order.
         block, block_bytes: values and bytes of a block with scales inside; 1 and 0 without blocks.
+        codebook: the row of `formats.codebook.CODEBOOKS` that codes are indices of; empty where codes are values.
     """
 
     key: ClassVar[str]
@@ -88,6 +89,7 @@ class Format(ABC):
     names: tuple[str, ...] = (".weight", ".weight_scale", ".weight_zero_point")
     block: int = 1
     block_bytes: int = 0
+    codebook: str = ""
 
     @abstractmethod
     def _tensors(self, rows: int, columns: int) -> Sequence[TensorSpec]:

@@ -6,10 +6,12 @@ The layouts are those of ggml/src/ggml-common.h, the arithmetic that of ggml-qua
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from moelight.formats.codebook import CODEBOOKS
 from moelight.formats.ggml import GGMLFormat
 from moelight.kernels.formats.reference import E8M0_BIAS, Reference, Tensors, WholeNumbers
 
@@ -165,6 +167,42 @@ def _mxfp4_codes(blocks: Tensor) -> Tensor:
 
 def _mxfp4_block(blocks: Tensor) -> Tensor:
     return _mxfp4_scale(blocks) * _mxfp4_codes(blocks).float()
+
+
+@cache
+def _points(codebook: str) -> Tensor:
+    """The points of a codebook, int8 [indices, values of a point]."""
+    return torch.tensor(CODEBOOKS[codebook].points(), dtype=torch.int8)
+
+
+def _values_at(codebook: str, index: Tensor) -> Tensor:
+    """The values of the points at indices [n, m], float32 [n, m x values of a point]."""
+    return _points(codebook).to(index.device)[index.int()].flatten(1).float()
+
+
+def _numbers(values: Tensor, size: int) -> Tensor:
+    """Unsigned integers of ``size`` bytes, int64 [n, b / size] of bytes [n, b]."""
+    shifts = torch.arange(0, 8 * size, 8, device=values.device)
+    return (values.reshape(len(values), -1, size).long() << shifts).sum(-1)
+
+
+def _fields(packed: Tensor, width: int, count: int) -> Tensor:
+    """The lowest ``count`` fields of ``width`` bits of integers [n, m], the lowest first [n, m x count]."""
+    shifts = torch.arange(0, width * count, width, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & ((1 << width) - 1)).flatten(1)
+
+
+def _even_signs(seven: Tensor) -> Tensor:
+    """Bytes of eight signs, of which an even number is negative, from the first seven."""
+    parity = seven ^ (seven >> 4)
+    parity = parity ^ (parity >> 2)
+    return seven | (((parity ^ (parity >> 1)) & 1) << 7)
+
+
+def _signed(steps: Tensor, values: Tensor, signs: Tensor) -> Tensor:
+    """Steps [n, parts of a block] x values [n, 256], negative where a bit of the bytes ``signs`` [n, 32] is set."""
+    scaled = (steps.unsqueeze(-1) * values.view(*steps.shape, -1)).flatten(1)
+    return scaled * (1 - 2 * _bits(signs.to(torch.uint8)).float())
 
 
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moelight.formats.codebook import CODEBOOKS
 from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
 from moelight.formats.plain import plain
@@ -25,7 +27,8 @@ from moelight.kernels.integers import INT8, is_rounded
 from moelight.kernels.quantized import parts_checked
 
 MATRICES = ("gate_up", "up", "down")
-TENSORS = ("codes", "scales", "zero points", "order", "bias")  # rows of a matrix in the table of addresses
+# Rows of a matrix in the table of addresses; in place of scales a format may have a codebook.
+TENSORS = ("codes", "scales", "zero points", "order", "bias")
 _MOST_BYTES = 2**31 - 1  # of a tensor: kernels count in 32 bits
 _PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # As which the kernels load the bytes of narrow floats.
@@ -234,11 +237,23 @@ def _addresses(matrices: Sequence[Matrix[Tensor] | None], biases: Biases) -> lis
         tensors = (None if matrix is None else find(matrix) for matrix in matrices)
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [0]
 
+    def tensor_of(matrix: Matrix[Tensor], index: int) -> Tensor | None:
+        names, codes = matrix.stored.names, matrix.tensors[matrix.stored.names[0]]
+        if index == 1 and matrix.stored.codebook:
+            return points_on(codes.device, matrix.stored.codebook)
+        return matrix.tensors.get(names[index] if index < len(names) else "")
+
     def part(index: int) -> list[int]:
-        return at(lambda matrix: matrix.tensors.get((*matrix.stored.names, "", "", "")[index]))
+        return at(lambda matrix: tensor_of(matrix, index))
 
     bias = [0 if tensor is None else tensor.data_ptr() for tensor in biases or [None] * len(matrices)]
     return [*(part(index) for index in range(4)), [*bias, 0]]
+
+
+@cache
+def points_on(device: torch.device, codebook: str) -> Tensor:
+    """The points of ``codebook``, int8 [indices, values of a point], in the memory of ``device``: once a process."""
+    return torch.tensor(CODEBOOKS[codebook].points(), dtype=torch.int8).to(device)
 
 
 def arguments_of(

@@ -380,6 +380,65 @@ def iq4_xs(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Blocks of ggml whose codes are indices of a codebook. Its points (`gpu.quantized.points_on`) are in memory, a word for
+# four values: every fourth input loads the word that it begins, every eighth a byte of signs.
+
+
+@triton.jit
+def byte_at(blocks, row, k, at, row_bytes, FORM: tl.constexpr):
+    """The byte ``at`` of the block that holds input k, int32 [len(k), N]."""
+    return block_bytes(blocks, row, k, at, row_bytes, FORM).to(tl.int32)
+
+
+@triton.jit
+def two_bytes_at(blocks, row, k, at, row_bytes, FORM: tl.constexpr):
+    """The same of an integer of two bytes."""
+    return byte_at(blocks, row, k, at, row_bytes, FORM) | (byte_at(blocks, row, k, at + 1, row_bytes, FORM) << 8)
+
+
+@triton.jit
+def values_of(words):
+    """Signed bytes of words [n, N], float32 [4 n, N]."""
+    byte = repeat_rows(words, 4) >> (tl.arange(0, words.shape[0] * 4) % 4 * 8)[:, None]
+    return whole((byte & 255) ^ 128) - 128.0
+
+
+@triton.jit
+def eights_at(words, index, fours):
+    """The values of points of eight, of which ``index`` is that of each four inputs, [4 n, N]."""
+    return values_of(tl.load(words + index * 2 + (fours // 4 % 2)[:, None]))
+
+
+@triton.jit
+def fours_at(words, index):
+    """The values of points of four, [4 n, N]."""
+    return values_of(tl.load(words + index))
+
+
+@triton.jit
+def even_signs(seven):
+    """Eight signs, of which an even number is negative, from the first seven; int32."""
+    parity = seven ^ (seven >> 4)
+    parity = parity ^ (parity >> 2)
+    return seven | (((parity ^ (parity >> 1)) & 1) << 7)
+
+
+@triton.jit
+def even_signs_at(blocks, row, eights, at, row_bytes, FORM: tl.constexpr):
+    """The same, from the fields of seven bits, one for each eight inputs, of four bytes from ``at`` on."""
+    bit = eights // 8 % 4 * 7
+    packed = two_bytes_at(blocks, row, eights, at + bit // 8, row_bytes, FORM)
+    return even_signs((packed >> (bit % 8)[:, None]) & 127)
+
+
+@triton.jit
+def with_signs(values, signs):
+    """values [K, N], negative where a bit of ``signs`` [K / 8, N] is set."""
+    bits = repeat_rows(signs, 8) >> (tl.arange(0, values.shape[0]) % 8)[:, None]
+    return tl.where((bits & 1) != 0, -values, values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Codes and zero points in words.
 
 
@@ -444,6 +503,19 @@ def block_tile(
     """Blocks of a ggml type."""
     k, g = inputs(first, depth, EVEN, K, 1), inputs(first, depth, EVEN, K // FORM.shared, FORM.shared)
     return FORM.by.decode(codes, row, k, g, depth // FORM.group * FORM.block_bytes, FORM)
+
+
+@triton.jit
+def point_tile(
+    codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Blocks of a ggml type whose codes are indices of the codebook at ``scales``."""
+    fours, eights = inputs(first, depth, EVEN, K // 4, 4), inputs(first, depth, EVEN, K // 8, 8)
+    g = inputs(first, depth, EVEN, K // FORM.shared, FORM.shared)
+    row_bytes = depth // FORM.group * FORM.block_bytes
+    words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+    return FORM.by.decode(codes, words, row, fours, eights, g, row_bytes, FORM)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ class Unpacker:
 
     Attributes:
         unpack: a tile of values (`quantized_triton`).
-        decode: the values of 8-bit codes, or of a tile of blocks.
+        decode: the values of 8-bit codes, or of a tile of blocks, with a codebook or without.
         codes, zeros: codes and zero points in words; of blocks of 256 the codes.
         place: where scales are stored.
         integers, scale, zeros_at: the integers of a group, their scale, what is to be taken off (`integers_triton`).
@@ -53,6 +53,7 @@ _WORDS = Unpacker(
     integers=integers_triton.packed_integers,
 )
 _BLOCKS = Unpacker(unpack=quantized_triton.block_tile, scale=integers_triton.first_half)
+_POINTS = Unpacker(unpack=quantized_triton.point_tile)
 _K_BLOCKS = replace(
     _BLOCKS, decode=quantized_triton.k_minima, codes=quantized_triton.q4_k_codes, steps=integers_triton.k_steps
 )

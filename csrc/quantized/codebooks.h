@@ -1,0 +1,48 @@
+// The codebooks of ggml's types of 1 to 3 bits: an index stands for several values at once. The points are those of
+// moelight/formats/codebook.py, from the same files, and put together by the compiler, once for all instruction sets.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "numbers.h"
+
+namespace moelight {
+namespace codebooks {
+
+// A number of `steps` is the one before and the step; its digits, the first one lowest, are places in `levels`.
+template <size_t kWidth, size_t kLevels, size_t kCount>
+constexpr std::array<std::array<int8_t, kWidth>, kCount> points(const int8_t (&levels)[kLevels],
+                                                                const uint16_t (&steps)[kCount]) {
+  std::array<std::array<int8_t, kWidth>, kCount> result = {};
+  size_t number = 0;
+  for (size_t i = 0; i < kCount; ++i) {
+    number += steps[i];
+    size_t rest = number;
+    for (size_t place = 0; place < kWidth; ++place, rest /= kLevels) result[i][place] = levels[rest % kLevels];
+  }
+  return result;
+}
+
+}  // namespace codebooks
+
+namespace {
+
+// Eight signs, of which an even number is negative, from the lowest seven bits.
+inline uint32_t even_signs(uint32_t bits) {
+  const uint32_t seven = bits & 127;
+  return seven | static_cast<uint32_t>(__builtin_parity(seven)) << 7;
+}
+
+// step times the values of a point, negative where a bit of `signs` is set.
+template <size_t kWidth>
+inline void signed_point(const std::array<int8_t, kWidth>& point, uint32_t signs, float step, float* to) {
+  for (size_t i = 0; i < kWidth; ++i) {
+    const uint32_t sign = signs << (31 - i) & 0x80000000;
+    to[i] = from_bits(to_bits(step * static_cast<float>(point[i])) ^ sign);
+  }
+}
+
+}  // namespace
+}  // namespace moelight
