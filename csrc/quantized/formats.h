@@ -397,6 +397,14 @@ struct Iq4Xs : Blocks<Iq4Xs> {
   }
 };
 
+struct Tq2_0 : Blocks<Tq2_0> {
+  static constexpr FormatTraits kTraits = block_traits("TQ2_0", 256, 66);
+  static void decode(const uint8_t* p, float* to) {
+    const float scale = half_at(p + 64);
+    for (int i = 0; i < 256; ++i) to[i] = scale * (static_cast<float>(piece(p, 32, 2, i)) - 1.0f);
+  }
+};
+
 }  // namespace formats
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -437,7 +445,7 @@ using Formats =
     FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
                formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4, formats::Q4_0,
                formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K,
-               formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs, formats::Mxfp4Blocks>;
+               formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq2_0>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

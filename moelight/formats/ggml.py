@@ -82,6 +82,7 @@ _TYPES = {
         ("IQ4_NL", 4, 32, 18, {}),
         ("IQ4_XS", 4, 256, 136, {}),
         ("MXFP4", 4, 32, 17, {"integers": (32, 32)}),
+        ("TQ2_0", 2, 256, 66, {}),
     )
 }
 GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}

@@ -169,6 +169,10 @@ def _mxfp4_block(blocks: Tensor) -> Tensor:
     return _mxfp4_scale(blocks) * _mxfp4_codes(blocks).float()
 
 
+def _tq2_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 64) * (_pieces(blocks[:, :64], 32, 2).float() - 1)
+
+
 @cache
 def _points(codebook: str) -> Tensor:
     """The points of a codebook, int8 [indices, values of a point]."""
@@ -219,6 +223,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4_block,
+    "TQ2_0": _tq2_0,
 }
 
 

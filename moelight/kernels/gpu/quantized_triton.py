@@ -379,6 +379,14 @@ def iq4_xs(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
     return repeat_rows(scale, 32) * iq4(code)
 
 
+@triton.jit
+def tq2_0(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """Two bits less 1."""
+    n = k % 256
+    code = block_code(blocks, row, k, n // 128 * 32 + n % 32, n // 32 % 4 * 2, row_bytes, 3, FORM)
+    return repeat_rows(block_half(blocks, row, g, row_bytes, 64, FORM), FORM.shared) * (whole(code) - 1.0)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Blocks of ggml whose codes are indices of a codebook. Its points (`gpu.quantized.points_on`) are in memory, a word for
 # four values: every fourth input loads the word that it begins, every eighth a byte of signs.

@@ -104,4 +104,5 @@ UNPACKERS: Mapping[str, Unpacker] = {
         integers=integers_triton.mxfp4_block_integers,
         scale=integers_triton.mxfp4_block_scale,
     ),
+    "TQ2_0": replace(_BLOCKS, decode=quantized_triton.tq2_0),
 }
