@@ -397,6 +397,20 @@ struct Iq4Xs : Blocks<Iq4Xs> {
   }
 };
 
+struct Tq1_0 : Blocks<Tq1_0> {
+  static constexpr FormatTraits kTraits = block_traits("TQ1_0", 256, 54);
+  static void decode(const uint8_t* p, float* to) {
+    const float scale = half_at(p + 52);
+    // Ternary digits of `size` bytes, which are fractions of 256: first those of all bytes.
+    const auto digits = [&](const uint8_t* from, int size, int count) {
+      for (int digit = 0, power = 1; digit < count; ++digit, power *= 3)
+        for (int i = 0; i < size; ++i)
+          *to++ = scale * static_cast<float>((static_cast<uint8_t>(from[i] * power) * 3 >> 8) - 1);
+    };
+    digits(p, 32, 5), digits(p + 32, 16, 5), digits(p + 48, 4, 4);
+  }
+};
+
 struct Tq2_0 : Blocks<Tq2_0> {
   static constexpr FormatTraits kTraits = block_traits("TQ2_0", 256, 66);
   static void decode(const uint8_t* p, float* to) {
@@ -441,11 +455,11 @@ struct FormatList {
   }
 };
 
-using Formats =
-    FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
-               formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4, formats::Q4_0,
-               formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K,
-               formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq2_0>;
+using Formats = FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
+                           formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4,
+                           formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K,
+                           formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs,
+                           formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

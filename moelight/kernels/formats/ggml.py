@@ -169,6 +169,16 @@ def _mxfp4_block(blocks: Tensor) -> Tensor:
     return _mxfp4_scale(blocks) * _mxfp4_codes(blocks).float()
 
 
+def _tq1_0(blocks: Tensor) -> Tensor:
+    def digits(values: Tensor, count: int) -> Tensor:
+        """The first ``count`` ternary digits of bytes [n, b], which are fractions of 256: first those of all bytes."""
+        powers = torch.tensor([3**digit for digit in range(count)], dtype=torch.uint8, device=values.device)
+        return (((values.unsqueeze(1) * powers.view(1, -1, 1)).int() * 3) >> 8).flatten(1)
+
+    parts = (digits(blocks[:, :32], 5), digits(blocks[:, 32:48], 5), digits(blocks[:, 48:52], 4))
+    return _half(blocks, 52) * (torch.cat(parts, dim=1).float() - 1)
+
+
 def _tq2_0(blocks: Tensor) -> Tensor:
     return _half(blocks, 64) * (_pieces(blocks[:, :64], 32, 2).float() - 1)
 
@@ -223,6 +233,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4_block,
+    "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
 }
 

@@ -380,6 +380,19 @@ def iq4_xs(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
 
 
 @triton.jit
+def tq1_0(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
+    """Ternary digits of bytes, which are fractions of 256: five of each of 32 and of 16 bytes, four of the last 4."""
+    n = k % 256
+    middle, last = n - 160, n - 240
+    place = tl.where(n < 160, n // 32, tl.where(n < 240, middle // 16, last // 4))
+    at = tl.where(n < 160, n % 32, tl.where(n < 240, middle % 16 + 32, last % 4 + 48))
+    power = tl.where(place == 0, 1, tl.where(place == 1, 3, tl.where(place == 2, 9, tl.where(place == 3, 27, 81))))
+    byte = block_bytes(blocks, row, k, at, row_bytes, FORM).to(tl.int32)
+    digit = (((byte * power[:, None]) & 255) * 3) >> 8
+    return repeat_rows(block_half(blocks, row, g, row_bytes, 52, FORM), FORM.shared) * (whole(digit) - 1.0)
+
+
+@triton.jit
 def tq2_0(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
     """Two bits less 1."""
     n = k % 256

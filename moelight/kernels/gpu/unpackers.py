@@ -104,5 +104,6 @@ UNPACKERS: Mapping[str, Unpacker] = {
         integers=integers_triton.mxfp4_block_integers,
         scale=integers_triton.mxfp4_block_scale,
     ),
+    "TQ1_0": replace(_BLOCKS, decode=quantized_triton.tq1_0),
     "TQ2_0": replace(_BLOCKS, decode=quantized_triton.tq2_0),
 }
