@@ -25,6 +25,12 @@ constexpr std::array<std::array<int8_t, kWidth>, kCount> points(const int8_t (&l
   return result;
 }
 
+inline constexpr uint16_t kIq2XxsSteps[] = {
+#include "../../moelight/formats/codebooks/iq2_xxs.inc"
+};
+inline constexpr auto kIq2Xxs = points<8>({8, 25, 43}, kIq2XxsSteps);
+static_assert(kIq2Xxs.size() == 256);
+
 }  // namespace codebooks
 
 namespace {

@@ -419,6 +419,20 @@ struct Tq2_0 : Blocks<Tq2_0> {
   }
 };
 
+// Of each part of 32 values four indices, four fields of signs and a scale.
+struct Iq2Xxs : Blocks<Iq2Xxs> {
+  static constexpr FormatTraits kTraits = block_traits("IQ2_XXS", 256, 66);
+  static void decode(const uint8_t* p, float* to) {
+    const float scale = half_at(p);
+    for (int i = 0; i < 32; ++i) {
+      const uint8_t* const part = p + 2 + i / 4 * 8;
+      const uint32_t packed = word_at(part, 1);
+      const float step = scale * (static_cast<float>(packed >> 28) + 0.5f) * 0.25f;
+      signed_point(codebooks::kIq2Xxs[part[i % 4]], even_signs(packed >> (i % 4 * 7)), step, to + 8 * i);
+    }
+  }
+};
+
 }  // namespace formats
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -459,7 +473,7 @@ using Formats = FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, form
                            formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4,
                            formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K,
                            formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs,
-                           formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0>;
+                           formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

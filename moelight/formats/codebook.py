@@ -41,5 +41,5 @@ def _points(codebook: Codebook) -> tuple[tuple[int, ...], ...]:
 
 
 CODEBOOKS: Mapping[str, Codebook] = MappingProxyType(
-    {name: Codebook(name=name, width=width, levels=levels) for name, width, levels in ()}
+    {name: Codebook(name=name, width=width, levels=levels) for name, width, levels in (("iq2_xxs", 8, (8, 25, 43)),)}
 )

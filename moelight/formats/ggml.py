@@ -84,6 +84,7 @@ _TYPES = {
         ("MXFP4", 4, 32, 17, {"integers": (32, 32)}),
         ("TQ1_0", 2, 256, 54, {}),
         ("TQ2_0", 2, 256, 66, {}),
+        ("IQ2_XXS", 2, 256, 66, {"codebook": "iq2_xxs"}),
     )
 }
 GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}

@@ -219,6 +219,14 @@ def _signed(steps: Tensor, values: Tensor, signs: Tensor) -> Tensor:
     return scaled * (1 - 2 * _bits(signs.to(torch.uint8)).float())
 
 
+def _iq2_xxs(blocks: Tensor) -> Tensor:
+    parts = blocks[:, 2:].reshape(-1, 8, 8)  # four indices; four fields of signs, a scale
+    packed = _numbers(parts[:, :, 4:].flatten(1), 4)
+    steps = _half(blocks, 0) * ((packed >> 28).float() + 0.5) * 0.25
+    values = _values_at("iq2_xxs", parts[:, :, :4].flatten(1))
+    return _signed(steps, values, _even_signs(_fields(packed, 7, 4)))
+
+
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -235,6 +243,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "MXFP4": _mxfp4_block,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
+    "IQ2_XXS": _iq2_xxs,
 }
 
 

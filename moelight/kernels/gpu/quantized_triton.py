@@ -459,6 +459,16 @@ def with_signs(values, signs):
     return tl.where((bits & 1) != 0, -values, values)
 
 
+@triton.jit
+def iq2_xxs(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
+    """Of each 32 values four indices, four fields of signs and a scale."""
+    index = byte_at(blocks, row, fours, fours % 256 // 32 * 8 + fours // 8 % 4 + 2, row_bytes, FORM)
+    signs = even_signs_at(blocks, row, eights, eights % 256 // 32 * 8 + 6, row_bytes, FORM)
+    step = block_code(blocks, row, g, g % 256 // 32 * 8 + 9, g * 0 + 4, row_bytes, 15, FORM)
+    scale = block_half(blocks, row, g, row_bytes, 0, FORM) * (whole(step) + 0.5) * 0.25
+    return with_signs(repeat_rows(scale, 32) * eights_at(words, index, fours), signs)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Codes and zero points in words.
 
