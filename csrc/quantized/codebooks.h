@@ -31,6 +31,12 @@ inline constexpr uint16_t kIq2XxsSteps[] = {
 inline constexpr auto kIq2Xxs = points<8>({8, 25, 43}, kIq2XxsSteps);
 static_assert(kIq2Xxs.size() == 256);
 
+inline constexpr uint16_t kIq2XsSteps[] = {
+#include "../../moelight/formats/codebooks/iq2_xs.inc"
+};
+inline constexpr auto kIq2Xs = points<8>({8, 25, 43}, kIq2XsSteps);
+static_assert(kIq2Xs.size() == 512);
+
 }  // namespace codebooks
 
 namespace {

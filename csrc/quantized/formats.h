@@ -433,6 +433,18 @@ struct Iq2Xxs : Blocks<Iq2Xxs> {
   }
 };
 
+struct Iq2Xs : Blocks<Iq2Xs> {
+  static constexpr FormatTraits kTraits = block_traits("IQ2_XS", 256, 74);
+  static void decode(const uint8_t* p, float* to) {
+    const float scale = half_at(p);
+    for (int i = 0; i < 32; ++i) {
+      const float step = scale * (static_cast<float>(piece(p + 66, 1, 4, i / 2)) + 0.5f) * 0.25f;
+      const uint32_t code = p[2 + 2 * i] | p[3 + 2 * i] << 8;
+      signed_point(codebooks::kIq2Xs[code & 511], even_signs(code >> 9), step, to + 8 * i);
+    }
+  }
+};
+
 }  // namespace formats
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -473,7 +485,7 @@ using Formats = FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, form
                            formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4,
                            formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K,
                            formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs,
-                           formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs>;
+                           formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

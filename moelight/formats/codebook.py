@@ -41,5 +41,11 @@ def _points(codebook: Codebook) -> tuple[tuple[int, ...], ...]:
 
 
 CODEBOOKS: Mapping[str, Codebook] = MappingProxyType(
-    {name: Codebook(name=name, width=width, levels=levels) for name, width, levels in (("iq2_xxs", 8, (8, 25, 43)),)}
+    {
+        name: Codebook(name=name, width=width, levels=levels)
+        for name, width, levels in (
+            ("iq2_xxs", 8, (8, 25, 43)),
+            ("iq2_xs", 8, (8, 25, 43)),
+        )
+    }
 )

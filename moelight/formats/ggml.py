@@ -85,6 +85,7 @@ _TYPES = {
         ("TQ1_0", 2, 256, 54, {}),
         ("TQ2_0", 2, 256, 66, {}),
         ("IQ2_XXS", 2, 256, 66, {"codebook": "iq2_xxs"}),
+        ("IQ2_XS", 2, 256, 74, {"shared": 16, "codebook": "iq2_xs"}),
     )
 }
 GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}

@@ -227,6 +227,12 @@ def _iq2_xxs(blocks: Tensor) -> Tensor:
     return _signed(steps, values, _even_signs(_fields(packed, 7, 4)))
 
 
+def _iq2_xs(blocks: Tensor) -> Tensor:
+    codes = _numbers(blocks[:, 2:66], 2)
+    steps = _half(blocks, 0) * (_pieces(blocks[:, 66:], 1, 4).float() + 0.5) * 0.25
+    return _signed(steps, _values_at("iq2_xs", codes & 511), _even_signs(codes >> 9))
+
+
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -244,6 +250,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
     "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
 }
 
 

@@ -469,6 +469,16 @@ def iq2_xxs(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr)
     return with_signs(repeat_rows(scale, 32) * eights_at(words, index, fours), signs)
 
 
+@triton.jit
+def iq2_xs(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
+    """Two bytes for each 8 values: an index of 9 bits and signs; a scale for each 16."""
+    index = two_bytes_at(blocks, row, fours, fours % 256 // 8 * 2 + 2, row_bytes, FORM) & 511
+    signs = even_signs(byte_at(blocks, row, eights, eights % 256 // 8 * 2 + 3, row_bytes, FORM) >> 1)
+    step = block_code(blocks, row, g, g % 256 // 32 + 66, g // 16 % 2 * 4, row_bytes, 15, FORM)
+    scale = block_half(blocks, row, g, row_bytes, 0, FORM) * (whole(step) + 0.5) * 0.25
+    return with_signs(repeat_rows(scale, 16) * eights_at(words, index, fours), signs)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Codes and zero points in words.
 

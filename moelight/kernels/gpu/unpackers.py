@@ -107,4 +107,5 @@ UNPACKERS: Mapping[str, Unpacker] = {
     "TQ1_0": replace(_BLOCKS, decode=quantized_triton.tq1_0),
     "TQ2_0": replace(_BLOCKS, decode=quantized_triton.tq2_0),
     "IQ2_XXS": replace(_POINTS, decode=quantized_triton.iq2_xxs),
+    "IQ2_XS": replace(_POINTS, decode=quantized_triton.iq2_xs),
 }
