@@ -37,6 +37,12 @@ inline constexpr uint16_t kIq2XsSteps[] = {
 inline constexpr auto kIq2Xs = points<8>({8, 25, 43}, kIq2XsSteps);
 static_assert(kIq2Xs.size() == 512);
 
+inline constexpr uint16_t kIq2SSteps[] = {
+#include "../../moelight/formats/codebooks/iq2_s.inc"
+};
+inline constexpr auto kIq2S = points<8>({8, 25, 43}, kIq2SSteps);
+static_assert(kIq2S.size() == 1024);
+
 }  // namespace codebooks
 
 namespace {

@@ -445,6 +445,17 @@ struct Iq2Xs : Blocks<Iq2Xs> {
   }
 };
 
+struct Iq2S : Blocks<Iq2S> {
+  static constexpr FormatTraits kTraits = block_traits("IQ2_S", 256, 82);
+  static void decode(const uint8_t* p, float* to) {
+    const float scale = half_at(p);
+    for (int i = 0; i < 32; ++i) {
+      const float step = scale * (static_cast<float>(piece(p + 74, 1, 4, i / 2)) + 0.5f) * 0.25f;
+      signed_point(codebooks::kIq2S[p[2 + i] | piece(p + 66, 1, 2, i) << 8], p[34 + i], step, to + 8 * i);
+    }
+  }
+};
+
 }  // namespace formats
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -481,11 +492,12 @@ struct FormatList {
   }
 };
 
-using Formats = FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
-                           formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4,
-                           formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K,
-                           formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs,
-                           formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs>;
+using Formats =
+    FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
+               formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4, formats::Q4_0,
+               formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K,
+               formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq1_0,
+               formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs, formats::Iq2S>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

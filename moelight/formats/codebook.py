@@ -46,6 +46,7 @@ CODEBOOKS: Mapping[str, Codebook] = MappingProxyType(
         for name, width, levels in (
             ("iq2_xxs", 8, (8, 25, 43)),
             ("iq2_xs", 8, (8, 25, 43)),
+            ("iq2_s", 8, (8, 25, 43)),
         )
     }
 )

@@ -86,6 +86,7 @@ _TYPES = {
         ("TQ2_0", 2, 256, 66, {}),
         ("IQ2_XXS", 2, 256, 66, {"codebook": "iq2_xxs"}),
         ("IQ2_XS", 2, 256, 74, {"shared": 16, "codebook": "iq2_xs"}),
+        ("IQ2_S", 2, 256, 82, {"shared": 16, "codebook": "iq2_s"}),
     )
 }
 GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}

@@ -233,6 +233,12 @@ def _iq2_xs(blocks: Tensor) -> Tensor:
     return _signed(steps, _values_at("iq2_xs", codes & 511), _even_signs(codes >> 9))
 
 
+def _iq2_s(blocks: Tensor) -> Tensor:
+    index = blocks[:, 2:34].int() | (_pieces(blocks[:, 66:74], 1, 2).int() << 8)
+    steps = _half(blocks, 0) * (_pieces(blocks[:, 74:], 1, 4).float() + 0.5) * 0.25
+    return _signed(steps, _values_at("iq2_s", index), blocks[:, 34:66])
+
+
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -251,6 +257,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "TQ2_0": _tq2_0,
     "IQ2_XXS": _iq2_xxs,
     "IQ2_XS": _iq2_xs,
+    "IQ2_S": _iq2_s,
 }
 
 

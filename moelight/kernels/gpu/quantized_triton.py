@@ -479,6 +479,18 @@ def iq2_xs(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
     return with_signs(repeat_rows(scale, 16) * eights_at(words, index, fours), signs)
 
 
+@triton.jit
+def iq2_s(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
+    """An index of 10 bits and eight signs for each 8 values, a scale for each 16."""
+    n = fours % 256
+    high = block_code(blocks, row, fours, n // 32 + 66, n // 8 % 4 * 2, row_bytes, 3, FORM)
+    index = byte_at(blocks, row, fours, n // 8 + 2, row_bytes, FORM) | (high << 8)
+    signs = byte_at(blocks, row, eights, eights % 256 // 8 + 34, row_bytes, FORM)
+    step = block_code(blocks, row, g, g % 256 // 32 + 74, g // 16 % 2 * 4, row_bytes, 15, FORM)
+    scale = block_half(blocks, row, g, row_bytes, 0, FORM) * (whole(step) + 0.5) * 0.25
+    return with_signs(repeat_rows(scale, 16) * eights_at(words, index, fours), signs)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Codes and zero points in words.
 

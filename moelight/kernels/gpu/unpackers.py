@@ -108,4 +108,5 @@ UNPACKERS: Mapping[str, Unpacker] = {
     "TQ2_0": replace(_BLOCKS, decode=quantized_triton.tq2_0),
     "IQ2_XXS": replace(_POINTS, decode=quantized_triton.iq2_xxs),
     "IQ2_XS": replace(_POINTS, decode=quantized_triton.iq2_xs),
+    "IQ2_S": replace(_POINTS, decode=quantized_triton.iq2_s),
 }
