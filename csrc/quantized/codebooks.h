@@ -43,6 +43,12 @@ inline constexpr uint16_t kIq2SSteps[] = {
 inline constexpr auto kIq2S = points<8>({8, 25, 43}, kIq2SSteps);
 static_assert(kIq2S.size() == 1024);
 
+inline constexpr uint16_t kIq3XxsSteps[] = {
+#include "../../moelight/formats/codebooks/iq3_xxs.inc"
+};
+inline constexpr auto kIq3Xxs = points<4>({4, 12, 20, 28, 36, 44, 52, 62}, kIq3XxsSteps);
+static_assert(kIq3Xxs.size() == 256);
+
 }  // namespace codebooks
 
 namespace {

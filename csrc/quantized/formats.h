@@ -456,6 +456,19 @@ struct Iq2S : Blocks<Iq2S> {
   }
 };
 
+struct Iq3Xxs : Blocks<Iq3Xxs> {
+  static constexpr FormatTraits kTraits = block_traits("IQ3_XXS", 256, 98);
+  static void decode(const uint8_t* p, float* to) {
+    const float scale = half_at(p);
+    for (int i = 0; i < 64; ++i) {
+      const uint32_t packed = word_at(p + 66, i / 8);
+      const float step = scale * (static_cast<float>(packed >> 28) + 0.5f) * 0.5f;
+      const uint32_t signs = even_signs(packed >> (i / 2 % 4 * 7)) >> (i % 2 * 4);
+      signed_point(codebooks::kIq3Xxs[p[2 + i]], signs, step, to + 4 * i);
+    }
+  }
+};
+
 }  // namespace formats
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -497,7 +510,7 @@ using Formats =
                formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4, formats::Q4_0,
                formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K,
                formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq1_0,
-               formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs, formats::Iq2S>;
+               formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs, formats::Iq2S, formats::Iq3Xxs>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

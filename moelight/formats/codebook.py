@@ -47,6 +47,7 @@ CODEBOOKS: Mapping[str, Codebook] = MappingProxyType(
             ("iq2_xxs", 8, (8, 25, 43)),
             ("iq2_xs", 8, (8, 25, 43)),
             ("iq2_s", 8, (8, 25, 43)),
+            ("iq3_xxs", 4, (4, 12, 20, 28, 36, 44, 52, 62)),
         )
     }
 )

@@ -87,6 +87,7 @@ _TYPES = {
         ("IQ2_XXS", 2, 256, 66, {"codebook": "iq2_xxs"}),
         ("IQ2_XS", 2, 256, 74, {"shared": 16, "codebook": "iq2_xs"}),
         ("IQ2_S", 2, 256, 82, {"shared": 16, "codebook": "iq2_s"}),
+        ("IQ3_XXS", 3, 256, 98, {"codebook": "iq3_xxs"}),
     )
 }
 GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}

@@ -239,6 +239,12 @@ def _iq2_s(blocks: Tensor) -> Tensor:
     return _signed(steps, _values_at("iq2_s", index), blocks[:, 34:66])
 
 
+def _iq3_xxs(blocks: Tensor) -> Tensor:
+    packed = _numbers(blocks[:, 66:], 4)
+    steps = _half(blocks, 0) * ((packed >> 28).float() + 0.5) * 0.5
+    return _signed(steps, _values_at("iq3_xxs", blocks[:, 2:66]), _even_signs(_fields(packed, 7, 4)))
+
+
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -258,6 +264,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ2_XXS": _iq2_xxs,
     "IQ2_XS": _iq2_xs,
     "IQ2_S": _iq2_s,
+    "IQ3_XXS": _iq3_xxs,
 }
 
 

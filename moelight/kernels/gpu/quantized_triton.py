@@ -491,6 +491,16 @@ def iq2_s(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
     return with_signs(repeat_rows(scale, 16) * eights_at(words, index, fours), signs)
 
 
+@triton.jit
+def iq3_xxs(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
+    """An index for each 4 values; of each 32 four fields of signs and a scale."""
+    index = byte_at(blocks, row, fours, fours % 256 // 4 + 2, row_bytes, FORM)
+    signs = even_signs_at(blocks, row, eights, eights % 256 // 32 * 4 + 66, row_bytes, FORM)
+    step = block_code(blocks, row, g, g % 256 // 32 * 4 + 69, g * 0 + 4, row_bytes, 15, FORM)
+    scale = block_half(blocks, row, g, row_bytes, 0, FORM) * (whole(step) + 0.5) * 0.5
+    return with_signs(repeat_rows(scale, 32) * fours_at(words, index), signs)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Codes and zero points in words.
 

@@ -109,4 +109,5 @@ UNPACKERS: Mapping[str, Unpacker] = {
     "IQ2_XXS": replace(_POINTS, decode=quantized_triton.iq2_xxs),
     "IQ2_XS": replace(_POINTS, decode=quantized_triton.iq2_xs),
     "IQ2_S": replace(_POINTS, decode=quantized_triton.iq2_s),
+    "IQ3_XXS": replace(_POINTS, decode=quantized_triton.iq3_xxs),
 }
