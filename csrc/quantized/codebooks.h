@@ -49,6 +49,12 @@ inline constexpr uint16_t kIq3XxsSteps[] = {
 inline constexpr auto kIq3Xxs = points<4>({4, 12, 20, 28, 36, 44, 52, 62}, kIq3XxsSteps);
 static_assert(kIq3Xxs.size() == 256);
 
+inline constexpr uint16_t kIq3SSteps[] = {
+#include "../../moelight/formats/codebooks/iq3_s.inc"
+};
+inline constexpr auto kIq3S = points<4>({1, 3, 5, 7, 9, 11, 13, 15}, kIq3SSteps);
+static_assert(kIq3S.size() == 512);
+
 }  // namespace codebooks
 
 namespace {

@@ -469,6 +469,18 @@ struct Iq3Xxs : Blocks<Iq3Xxs> {
   }
 };
 
+struct Iq3S : Blocks<Iq3S> {
+  static constexpr FormatTraits kTraits = block_traits("IQ3_S", 256, 110);
+  static void decode(const uint8_t* p, float* to) {
+    const float scale = half_at(p);
+    for (int i = 0; i < 64; ++i) {
+      const float step = scale * (static_cast<float>(piece(p + 106, 1, 4, i / 8)) * 2.0f + 1.0f);
+      const uint32_t index = p[2 + i] | piece(p + 66, 1, 1, i) << 8;
+      signed_point(codebooks::kIq3S[index], p[74 + i / 2] >> (i % 2 * 4), step, to + 4 * i);
+    }
+  }
+};
+
 }  // namespace formats
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -510,7 +522,7 @@ using Formats =
                formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4, formats::Q4_0,
                formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K,
                formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq1_0,
-               formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs, formats::Iq2S, formats::Iq3Xxs>;
+               formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs, formats::Iq2S, formats::Iq3Xxs, formats::Iq3S>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

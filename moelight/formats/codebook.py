@@ -48,6 +48,7 @@ CODEBOOKS: Mapping[str, Codebook] = MappingProxyType(
             ("iq2_xs", 8, (8, 25, 43)),
             ("iq2_s", 8, (8, 25, 43)),
             ("iq3_xxs", 4, (4, 12, 20, 28, 36, 44, 52, 62)),
+            ("iq3_s", 4, (1, 3, 5, 7, 9, 11, 13, 15)),
         )
     }
 )

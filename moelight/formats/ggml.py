@@ -88,6 +88,7 @@ _TYPES = {
         ("IQ2_XS", 2, 256, 74, {"shared": 16, "codebook": "iq2_xs"}),
         ("IQ2_S", 2, 256, 82, {"shared": 16, "codebook": "iq2_s"}),
         ("IQ3_XXS", 3, 256, 98, {"codebook": "iq3_xxs"}),
+        ("IQ3_S", 3, 256, 110, {"codebook": "iq3_s"}),
     )
 }
 GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}

@@ -245,6 +245,12 @@ def _iq3_xxs(blocks: Tensor) -> Tensor:
     return _signed(steps, _values_at("iq3_xxs", blocks[:, 2:66]), _even_signs(_fields(packed, 7, 4)))
 
 
+def _iq3_s(blocks: Tensor) -> Tensor:
+    index = blocks[:, 2:66].int() | (_bits(blocks[:, 66:74]).int() << 8)
+    steps = _half(blocks, 0) * (_pieces(blocks[:, 106:], 1, 4).float() * 2 + 1)
+    return _signed(steps, _values_at("iq3_s", index), blocks[:, 74:106])
+
+
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -265,6 +271,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ2_XS": _iq2_xs,
     "IQ2_S": _iq2_s,
     "IQ3_XXS": _iq3_xxs,
+    "IQ3_S": _iq3_s,
 }
 
 

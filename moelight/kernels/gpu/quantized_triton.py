@@ -501,6 +501,18 @@ def iq3_xxs(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr)
     return with_signs(repeat_rows(scale, 32) * fours_at(words, index), signs)
 
 
+@triton.jit
+def iq3_s(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
+    """An index of 9 bits for each 4 values, eight signs for each 8, a scale for each 32."""
+    n = fours % 256
+    high = block_code(blocks, row, fours, n // 32 + 66, n // 4 % 8, row_bytes, 1, FORM)
+    index = byte_at(blocks, row, fours, n // 4 + 2, row_bytes, FORM) | (high << 8)
+    signs = byte_at(blocks, row, eights, eights % 256 // 8 + 74, row_bytes, FORM)
+    step = block_code(blocks, row, g, g % 256 // 64 + 106, g // 32 % 2 * 4, row_bytes, 15, FORM)
+    scale = block_half(blocks, row, g, row_bytes, 0, FORM) * (whole(step) * 2.0 + 1.0)
+    return with_signs(repeat_rows(scale, 32) * fours_at(words, index), signs)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Codes and zero points in words.
 

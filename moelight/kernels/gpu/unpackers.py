@@ -110,4 +110,5 @@ UNPACKERS: Mapping[str, Unpacker] = {
     "IQ2_XS": replace(_POINTS, decode=quantized_triton.iq2_xs),
     "IQ2_S": replace(_POINTS, decode=quantized_triton.iq2_s),
     "IQ3_XXS": replace(_POINTS, decode=quantized_triton.iq3_xxs),
+    "IQ3_S": replace(_POINTS, decode=quantized_triton.iq3_s),
 }
