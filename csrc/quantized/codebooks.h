@@ -25,6 +25,12 @@ constexpr std::array<std::array<int8_t, kWidth>, kCount> points(const int8_t (&l
   return result;
 }
 
+inline constexpr uint16_t kIq1Steps[] = {
+#include "../../moelight/formats/codebooks/iq1.inc"
+};
+inline constexpr auto kIq1 = points<8>({-1, 0, 1}, kIq1Steps);
+static_assert(kIq1.size() == 2048);
+
 inline constexpr uint16_t kIq2XxsSteps[] = {
 #include "../../moelight/formats/codebooks/iq2_xxs.inc"
 };

@@ -481,6 +481,24 @@ struct Iq3S : Blocks<Iq3S> {
   }
 };
 
+// Values of points are moved by an eighth, downwards or upwards.
+inline void moved_point(const std::array<int8_t, 8>& point, bool lower, float step, float* to) {
+  for (size_t i = 0; i < 8; ++i) to[i] = step * (static_cast<float>(point[i]) + (lower ? -0.125f : 0.125f));
+}
+
+struct Iq1S : Blocks<Iq1S> {
+  static constexpr FormatTraits kTraits = block_traits("IQ1_S", 256, 50);
+  static void decode(const uint8_t* p, float* to) {
+    const float scale = half_at(p);
+    for (int i = 0; i < 32; ++i) {
+      const uint32_t packed = p[34 + i / 4 * 2] | p[35 + i / 4 * 2] << 8;
+      const float step = scale * static_cast<float>(2 * (packed >> 12 & 7) + 1);
+      const uint32_t index = p[2 + i] | (packed >> (i % 4 * 3) & 7) << 8;
+      moved_point(codebooks::kIq1[index], packed >> 15 != 0, step, to + 8 * i);
+    }
+  }
+};
+
 }  // namespace formats
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -517,12 +535,12 @@ struct FormatList {
   }
 };
 
-using Formats =
-    FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
-               formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4, formats::Q4_0,
-               formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K,
-               formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq1_0,
-               formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs, formats::Iq2S, formats::Iq3Xxs, formats::Iq3S>;
+using Formats = FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
+                           formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4,
+                           formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K,
+                           formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs,
+                           formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs,
+                           formats::Iq2S, formats::Iq3Xxs, formats::Iq3S, formats::Iq1S>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

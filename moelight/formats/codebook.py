@@ -44,6 +44,7 @@ CODEBOOKS: Mapping[str, Codebook] = MappingProxyType(
     {
         name: Codebook(name=name, width=width, levels=levels)
         for name, width, levels in (
+            ("iq1", 8, (-1, 0, 1)),
             ("iq2_xxs", 8, (8, 25, 43)),
             ("iq2_xs", 8, (8, 25, 43)),
             ("iq2_s", 8, (8, 25, 43)),

@@ -89,6 +89,7 @@ _TYPES = {
         ("IQ2_S", 2, 256, 82, {"shared": 16, "codebook": "iq2_s"}),
         ("IQ3_XXS", 3, 256, 98, {"codebook": "iq3_xxs"}),
         ("IQ3_S", 3, 256, 110, {"codebook": "iq3_s"}),
+        ("IQ1_S", 1, 256, 50, {"codebook": "iq1"}),
     )
 }
 GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}

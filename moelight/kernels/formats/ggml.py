@@ -251,6 +251,21 @@ def _iq3_s(blocks: Tensor) -> Tensor:
     return _signed(steps, _values_at("iq3_s", index), blocks[:, 74:106])
 
 
+def _shifted(steps: Tensor, values: Tensor, lower: Tensor) -> Tensor:
+    """Steps [n, parts] x values [n, 256], which are an eighth lower in the parts of ``lower`` [n, parts], and in all
+    others an eighth higher."""
+    shifts = torch.where(lower != 0, -0.125, 0.125)
+    moved = values.view(*lower.shape, -1) + shifts.unsqueeze(-1)
+    return (steps.unsqueeze(-1) * moved.view(*steps.shape, -1)).flatten(1)
+
+
+def _iq1_s(blocks: Tensor) -> Tensor:
+    packed = _numbers(blocks[:, 34:], 2)
+    index = blocks[:, 2:34].int() | (_fields(packed, 3, 4) << 8)
+    steps = _half(blocks, 0) * (((packed >> 12) & 7).float() * 2 + 1)
+    return _shifted(steps, _values_at("iq1", index), packed >> 15)
+
+
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -272,6 +287,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ2_S": _iq2_s,
     "IQ3_XXS": _iq3_xxs,
     "IQ3_S": _iq3_s,
+    "IQ1_S": _iq1_s,
 }
 
 

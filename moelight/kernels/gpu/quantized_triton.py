@@ -513,6 +513,24 @@ def iq3_s(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
     return with_signs(repeat_rows(scale, 32) * fours_at(words, index), signs)
 
 
+@triton.jit
+def moved(values, lower):
+    """values [K, N], an eighth lower where ``lower`` [some rows, N] is not 0, and an eighth higher elsewhere."""
+    shift = tl.where(lower != 0, -0.125, 0.125)
+    return values + repeat_rows(shift, values.shape[0] // lower.shape[0])
+
+
+@triton.jit
+def iq1_s(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
+    """An index of 11 bits for each 8 values; for each 32 a scale and which way they are moved."""
+    n, at = fours % 256, g % 256 // 32 * 2 + 34
+    high = two_bytes_at(blocks, row, fours, n // 32 * 2 + 34, row_bytes, FORM) >> (n // 8 % 4 * 3)[:, None]
+    index = byte_at(blocks, row, fours, n // 8 + 2, row_bytes, FORM) | ((high & 7) << 8)
+    packed = byte_at(blocks, row, g, at + 1, row_bytes, FORM)
+    scale = block_half(blocks, row, g, row_bytes, 0, FORM) * (whole((packed >> 4) & 7) * 2.0 + 1.0)
+    return repeat_rows(scale, 32) * moved(eights_at(words, index, fours), packed & 128)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Codes and zero points in words.
 

@@ -111,4 +111,5 @@ UNPACKERS: Mapping[str, Unpacker] = {
     "IQ2_S": replace(_POINTS, decode=quantized_triton.iq2_s),
     "IQ3_XXS": replace(_POINTS, decode=quantized_triton.iq3_xxs),
     "IQ3_S": replace(_POINTS, decode=quantized_triton.iq3_s),
+    "IQ1_S": replace(_POINTS, decode=quantized_triton.iq1_s),
 }
