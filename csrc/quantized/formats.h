@@ -499,6 +499,21 @@ struct Iq1S : Blocks<Iq1S> {
   }
 };
 
+struct Iq1M : Blocks<Iq1M> {
+  static constexpr FormatTraits kTraits = block_traits("IQ1_M", 256, 56);
+  static void decode(const uint8_t* p, float* to) {
+    // Four bits of the scale are in every other byte.
+    const uint8_t half[2] = {static_cast<uint8_t>(p[49] >> 4 | (p[51] & 0xf0)),
+                             static_cast<uint8_t>(p[53] >> 4 | (p[55] & 0xf0))};
+    const float scale = half_at(half);
+    for (int i = 0; i < 32; ++i) {
+      const uint32_t packed = p[48 + i / 8 * 2] | p[49 + i / 8 * 2] << 8, code = piece(p + 32, 1, 4, i);
+      const float step = scale * static_cast<float>(2 * (packed >> (i / 2 % 4 * 3) & 7) + 1);
+      moved_point(codebooks::kIq1[p[i] | (code & 7) << 8], (code & 8) != 0, step, to + 8 * i);
+    }
+  }
+};
+
 }  // namespace formats
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -540,7 +555,7 @@ using Formats = FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, form
                            formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K,
                            formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs,
                            formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs,
-                           formats::Iq2S, formats::Iq3Xxs, formats::Iq3S, formats::Iq1S>;
+                           formats::Iq2S, formats::Iq3Xxs, formats::Iq3S, formats::Iq1S, formats::Iq1M>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

@@ -90,6 +90,7 @@ _TYPES = {
         ("IQ3_XXS", 3, 256, 98, {"codebook": "iq3_xxs"}),
         ("IQ3_S", 3, 256, 110, {"codebook": "iq3_s"}),
         ("IQ1_S", 1, 256, 50, {"codebook": "iq1"}),
+        ("IQ1_M", 1, 256, 56, {"shared": 16, "codebook": "iq1"}),
     )
 }
 GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}

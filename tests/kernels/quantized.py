@@ -33,6 +33,7 @@ _HALVES = {
     "IQ3_XXS": (0,),
     "IQ3_S": (0,),
     "IQ1_S": (0,),
+    "IQ1_M": (),
 }
 
 
@@ -128,4 +129,6 @@ def _part(stored: Format, part: TensorSpec, source: torch.Generator) -> Tensor:
             blocks[:, at : at + 2] = halves.view(torch.uint8)
         if stored.name == "MXFP4":
             blocks[:, 0] = blocks[:, 0] % 5 + 118
+        if stored.name == "IQ1_M":  # four bits of the scale are in every other byte
+            blocks[:, 49::2] = (blocks[:, 49::2] & 15) | torch.tensor([0, 128, 0, 16], dtype=torch.uint8)
     return raw.view(_dtype(name)).reshape(part.shape)

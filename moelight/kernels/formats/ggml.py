@@ -266,6 +266,15 @@ def _iq1_s(blocks: Tensor) -> Tensor:
     return _shifted(steps, _values_at("iq1", index), packed >> 15)
 
 
+def _iq1_m(blocks: Tensor) -> Tensor:
+    upper = blocks[:, 49::2]  # four bits of the scale in each
+    scale = ((upper[:, ::2] >> 4) | (upper[:, 1::2] & 0xF0)).contiguous().view(torch.float16).float()
+    codes = _pieces(blocks[:, 32:48], 1, 4).int()
+    index = blocks[:, :32].int() | ((codes & 7) << 8)
+    steps = scale * (_fields(_numbers(blocks[:, 48:], 2), 3, 4).float() * 2 + 1)
+    return _shifted(steps, _values_at("iq1", index), codes & 8)
+
+
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -288,6 +297,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ3_XXS": _iq3_xxs,
     "IQ3_S": _iq3_s,
     "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
 }
 
 

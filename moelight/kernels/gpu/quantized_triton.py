@@ -531,6 +531,23 @@ def iq1_s(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
     return repeat_rows(scale, 32) * moved(eights_at(words, index, fours), packed & 128)
 
 
+@triton.jit
+def iq1_m(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
+    """An index of 11 bits for each 8 values and which way they are moved, a scale for each 16; four bits of the scale
+    of the block are in every other byte of those."""
+    n, m = fours % 256, eights % 256
+    code = block_code(blocks, row, fours, n // 16 + 32, n // 8 % 2 * 4, row_bytes, 7, FORM)
+    index = byte_at(blocks, row, fours, n // 8, row_bytes, FORM) | (code << 8)
+    lower = block_code(blocks, row, eights, m // 16 + 32, m // 8 % 2 * 4, row_bytes, 8, FORM)
+    packed = two_bytes_at(blocks, row, g, g % 256 // 64 * 2 + 48, row_bytes, FORM) >> (g // 16 % 4 * 3)[:, None]
+    half = byte_at(blocks, row, g, g * 0 + 49, row_bytes, FORM) >> 4
+    half |= byte_at(blocks, row, g, g * 0 + 51, row_bytes, FORM) & 0xF0
+    half |= (byte_at(blocks, row, g, g * 0 + 53, row_bytes, FORM) >> 4) << 8
+    half |= (byte_at(blocks, row, g, g * 0 + 55, row_bytes, FORM) & 0xF0) << 8
+    scale = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (whole(packed & 7) * 2.0 + 1.0)
+    return repeat_rows(scale, 16) * moved(eights_at(words, index, fours), lower)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Codes and zero points in words.
 

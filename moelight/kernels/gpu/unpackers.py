@@ -112,4 +112,5 @@ UNPACKERS: Mapping[str, Unpacker] = {
     "IQ3_XXS": replace(_POINTS, decode=quantized_triton.iq3_xxs),
     "IQ3_S": replace(_POINTS, decode=quantized_triton.iq3_s),
     "IQ1_S": replace(_POINTS, decode=quantized_triton.iq1_s),
+    "IQ1_M": replace(_POINTS, decode=quantized_triton.iq1_m),
 }
