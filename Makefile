@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNTIME := $(VENV)/.runtime
 CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
-INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC)
+INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC) $(wildcard moelight/formats/codebooks/*.inc)
 
 .DEFAULT_GOAL := help
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.

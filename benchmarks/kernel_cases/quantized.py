@@ -62,7 +62,13 @@ FORMATS = (
     (ggml_format("Q5_K"), 0.0, 0.0),
     (ggml_format("Q6_K"), 1.5, 0.0),
     (ggml_format("Q8_0"), 1.8, 0.0),
-    (ggml_format("IQ4_XS"), 0.0, 0.0),
+    *(
+        (ggml_format(name), 0.0, 0.0)
+        for name in (
+            *("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
+            *("TQ2_0", "TQ1_0"),
+        )
+    ),
 )
 # Stored by columns: as pages of a CPU's experts have them.
 REPACKED = (gptq(bits=4, group=128, order=False), awq(group=128), gptq(bits=8, group=128, order=False))
@@ -79,7 +85,15 @@ INTEGERS = (
     (mxfp4(("_blocks", "_scales")), 3.0, 1.5),
 )
 # Bytes of a block at which its float16 scales begin.
-_HALVES = {"Q4_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,), "IQ4_XS": (0,)}
+_HALVES = {
+    **dict.fromkeys(("Q4_0", "Q8_0", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S"), (0,)),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ1_M": (),
+    "TQ2_0": (64,),
+    "TQ1_0": (52,),
+}
 FEW_SHARE = 0.8  # of its own read roof, with few rows
 
 
@@ -166,6 +180,8 @@ def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[Matri
             blocks = codes.view(-1, stored.block_bytes)
             for at in _HALVES[stored.name]:
                 blocks[:, at : at + 2] = torch.tensor([0.0002], dtype=torch.float16).view(torch.uint8)
+            if stored.name == "IQ1_M":  # four bits of the scale are in every other byte
+                blocks[:, 49::2] = (blocks[:, 49::2] & 15) | torch.tensor([0, 128, 0, 16], dtype=torch.uint8)
         elif part.dtypes[0] == "F8_E4M3":
             codes &= 0xB7  # no number above 2^-1 or so, and no NaN
         result[suffix] = codes.view(count, *part.shape) if part.dtypes[0] != "I32" else codes.view(torch.int32)

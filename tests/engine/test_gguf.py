@@ -57,6 +57,35 @@ def test_tokens_are_those_of_the_model_that_transformers_saves_with_the_numbers(
         assert tokens(path, homes) == wanted
 
 
+# As in files of 1 to 3 bits, which vary types from matrix to matrix: gate and up, down, and others of each layer.
+FEW_BITS = (("IQ1_S", "IQ1_M", "TQ1_0"), ("IQ2_XXS", "IQ3_XXS", "IQ2_XS"), ("IQ2_S", "IQ3_S", "TQ2_0"))
+OF_FEW_BITS: dict[str, Any] = {
+    "types": {
+        f"blk.{layer}.{matrix}.": name
+        for layer, (first, down, other) in enumerate(FEW_BITS)
+        for matrix, name in {
+            **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), first),
+            "ffn_down_exps": down,
+            **dict.fromkeys(("attn_v", "attn_output"), other),
+        }.items()
+    }
+    | {"token_embd": "IQ2_S", "output.": "IQ3_S"},
+    "sizes": {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("twin", marks=pytest.mark.thorough)])
+def test_types_of_few_bits_run_in_one_file(device: str, tmp_path: Path) -> None:
+    path, values = tmp_path / "tiny.gguf", tmp_path / "numbers"
+    write_gguf(path, "qwen3moe", vocab=True, **OF_FEW_BITS)
+    save_numbers(values, "qwen3moe", **OF_FEW_BITS)
+    save_byte_tokenizer(values)
+    wanted = tokens(values, Shares(disk=1.0), device)
+    assert len({tuple(ids) for ids in wanted}) == len(wanted)
+    for homes in (Shares(host=1.0), Shares(disk=1.0))[device != "cpu" :]:
+        assert tokens(path, homes, device) == wanted
+
+
 @pytest.mark.parametrize("architecture", ["llama", "deepseek2", "gpt-oss"])
 def test_tokens_are_the_same_beside_a_device(architecture: str, tmp_path: Path) -> None:
     path, values = tmp_path / "tiny.gguf", tmp_path / "numbers"

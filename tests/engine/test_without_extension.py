@@ -22,6 +22,7 @@ from tests.engine.graphs import HOW, SIZES, STREAMED, prompts
 from tests.engine.graphs import greedy as graph_greedy
 from tests.engine.test_dense_models import FAMILIES as DENSE
 from tests.engine.test_dense_models import QUICK
+from tests.engine.test_gguf import OF_FEW_BITS
 from tests.engine.test_graph_models import FAMILIES as GRAPHS
 from tests.engine.test_quantised import BUT_ATTENTION, SHAPE, but_attention
 from tests.engines import Tiny
@@ -100,5 +101,13 @@ def test_a_gguf_file_gives_the_tokens_of_its_numbers(architecture: str, experts:
     path, values = tmp_path / "tiny.gguf", tmp_path / "numbers"
     write_gguf(path, architecture, experts=experts, vocab=True)
     save_numbers(values, architecture, experts=experts, dtype=torch.float32)
+    save_byte_tokenizer(values)
+    assert tokens(path, weights=STREAMED, weight_dtype="float32") == tokens(values, weights=RESIDENT)
+
+
+def test_types_of_few_bits_give_the_tokens_of_their_numbers(tmp_path: Path) -> None:
+    path, values = tmp_path / "tiny.gguf", tmp_path / "numbers"
+    write_gguf(path, "qwen3moe", vocab=True, **OF_FEW_BITS)
+    save_numbers(values, "qwen3moe", dtype=torch.float32, **OF_FEW_BITS)
     save_byte_tokenizer(values)
     assert tokens(path, weights=STREAMED, weight_dtype="float32") == tokens(values, weights=RESIDENT)
