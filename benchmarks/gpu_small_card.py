@@ -48,6 +48,7 @@ from moelight.core.timeline import Timeline
 from moelight.core.units import GiB, format_bytes, parse_bytes
 from moelight.engine import loaded_model
 from moelight.engine.engine import Engine
+from moelight.engine.options import EngineOptions
 from moelight.engine.planning import plan_for
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
@@ -142,13 +143,15 @@ class Card:
             str(self.model),
             self.source,
             self.machine,
-            hw=args.hw,
-            host_memory=parse_bytes(args.host_memory, label="--host-memory") if args.host_memory else None,
-            device_memory=cap - self.context_bytes,
-            batch_size=args.batch_size,
-            micro_batch_size=args.micro_batch_size,
-            schedule=schedule,
-            workload=self.workload(args.requests or 5120, max(args.new)),
+            EngineOptions(
+                hw=args.hw,
+                host_memory=parse_bytes(args.host_memory, label="--host-memory") if args.host_memory else None,
+                device_memory=cap - self.context_bytes,
+                batch_size=args.batch_size,
+                micro_batch_size=args.micro_batch_size,
+                schedule=schedule,
+            ),
+            self.workload(args.requests or 5120, max(args.new)),
         )
         return replace(plan, policy=replace(plan.policy, admission=admission))
 

@@ -29,6 +29,7 @@ from make_checkpoint import make_shape
 
 from moelight.batch.compare import CompareOptions, compare_models
 from moelight.core.policy import INT8
+from moelight.engine.options import EngineOptions
 from moelight.engine.tokenizer import Tokenizer
 from moelight.runtime.measure import processor_name
 
@@ -85,7 +86,12 @@ def _of_form(model: Path, kind: str, form: Path, prompts: Path) -> list[dict[str
     rows = []
     for name, (reference, activations) in compared.items():
         result = compare_models(
-            CompareOptions(model=str(form), reference=str(reference), prompts=prompts, activations=activations)
+            CompareOptions(
+                model=str(form),
+                reference=str(reference),
+                prompts=prompts,
+                engine=EngineOptions(activations=activations),
+            )
         )
         row = {"model": model.name, "form": kind, "of": name, "tokens": result.tokens, "kl": result.kl.value}
         rows.append(row | {"kl_low": result.kl.low, "kl_high": result.kl.high, "top1": result.top1.value})

@@ -16,6 +16,7 @@ from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
 from moelight.engine.batcher import Batcher, RunningSequence, SequenceChunk
+from moelight.engine.options import EngineOptions
 from moelight.engine.pass_runner import PassRunner
 from moelight.engine.planning import plan_for, resolve
 from moelight.profiles.workload import Workload
@@ -32,15 +33,7 @@ def least_memory(model: Path, device: str, workload: Workload, **constraints: An
     for tier in ("device", "host") if machine.discrete else ("host",):  # each beside plenty, or the least, of the other
         limits = {"host_memory": 1 << 50, "device_memory": None, **budgets, f"{tier}_memory": 1}
         with pytest.raises(BudgetError) as refused:
-            plan_for(
-                str(model),
-                source,
-                machine,
-                hw="auto",
-                **constraints,
-                workload=workload,
-                **limits,
-            )  # type: ignore[arg-type]
+            plan_for(str(model), source, machine, EngineOptions(**constraints, **limits), workload)
         assert refused.value.tier == tier
         budgets[f"{tier}_memory"] = refused.value.needed_bytes
     return budgets

@@ -23,6 +23,7 @@ from moelight.core.policy import INT8
 from moelight.core.units import parse_bytes
 from moelight.engine import checkpoints
 from moelight.engine.engine import requests_from
+from moelight.engine.options import EngineOptions
 from moelight.engine.planning import plan_for
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
@@ -85,10 +86,12 @@ def _engine(task: Task) -> Engine:
         task.model,
         source,
         find_machine("cpu"),
-        host_memory=None if memory is None else parse_bytes(str(memory)),
-        batch_size=options.get("batch_size"),
-        activations=INT8 if task.mode == INT8 else options.get("activations"),
-        workload=workload,
+        EngineOptions(
+            host_memory=None if memory is None else parse_bytes(str(memory)),
+            batch_size=options.get("batch_size"),
+            activations=INT8 if task.mode == INT8 else options.get("activations"),
+        ),
+        workload,
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}
     policy = replace(plan.policy, **changes) if changes else plan

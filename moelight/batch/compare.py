@@ -11,7 +11,8 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from moelight.core.request import Request, SamplingParams
 from moelight.core.units import GiB, format_bytes
 from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
+from moelight.engine.options import EngineOptions
 from moelight.engine.output_processor import ScoreWatch
 from moelight.engine.tokenizer import Tokenizer
 from moelight.profiles.workload import Workload
@@ -46,17 +48,15 @@ Progress = Callable[[str, int, int], None]  # whose turn it is, prompts done, of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    """``model``, with ``activations`` and keys and values in ``kv_dtype``, is measured against ``reference``;
-    ``planning`` are arguments of `Engine.from_pretrained`, and ``space_bytes`` of temporary files may be taken."""
+    """``model`` under the options ``engine`` is measured against ``reference``, which has neither their ``kv_dtype``
+    nor their ``activations``; ``space_bytes`` of temporary files may be taken."""
 
     model: str
     reference: str
     prompts: Path
     format: str = AUTO
     space_bytes: int = SPACE_BYTES
-    kv_dtype: str = "auto"
-    planning: Mapping[str, Any] = field(default_factory=dict)
-    activations: str | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,18 +104,12 @@ def compare_models(options: CompareOptions, progress: Progress = lambda *_: None
         )
     prompts = read_prompts(options, min(profile.max_positions for profile in profiles))
     with _Distributions(prompts, profiles[0].vocab_size, options.space_bytes) as measured:
-        score_all(
-            options.reference, prompts, measured.keep, options, lambda done: progress("reference", done, len(prompts))
-        )
-        score_all(
-            options.model,
-            prompts,
-            measured.compare,
-            options,
-            lambda done: progress("model", done, len(prompts)),
-            kv_dtype=options.kv_dtype,
-            activations=options.activations,
-        )
+        reference = replace(options.engine, kv_dtype="auto", activations=None)
+        for told, name, watch, engine in (
+            ("reference", options.reference, measured.keep, reference),
+            ("model", options.model, measured.compare, options.engine),
+        ):
+            score_all(name, prompts, watch, engine, partial(progress, told))
         return measured.result()
 
 
@@ -151,11 +145,8 @@ def score_all(
     model: str,
     prompts: Sequence[tuple[int, ...]],
     watch: ScoreWatch,
-    options: CompareOptions,
-    progress: Callable[[int], None],
-    *,
-    kv_dtype: str = "auto",
-    activations: str | None = None,
+    options: EngineOptions,
+    progress: Callable[[int, int], None],
 ) -> None:
     """Let ``watch`` see the logits of every predicted token of ``prompts`` under ``model``."""
     requests = [Request(index=index, token_ids=tokens, sampling=_SCORING) for index, tokens in enumerate(prompts)]
@@ -166,16 +157,14 @@ def score_all(
         max_prompt_len=max(lengths),
         gen_len=1,
     )
-    progress(0)
-    dtypes = {"kv_dtype": kv_dtype, "activations": activations}
-    how: dict[str, Any] = {"workload": workload, "prefix_caching": False, **dtypes}
-    with Engine.from_pretrained(model, **how, **options.planning) as engine:
+    progress(0, len(requests))
+    with Engine.from_pretrained(model, workload=workload, options=replace(options, prefix_caching=False)) as engine:
         for request in requests:
             engine.check(request)
         for done, completion in enumerate(engine.run(requests, on_scores=watch), start=1):
             if completion.finish_reason == "error":
                 raise InputError(f"{engine.policy.model}: prompt {completion.index}: {completion.stop_reason}")
-            progress(done)
+            progress(done, len(requests))
 
 
 class _Distributions:

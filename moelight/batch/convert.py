@@ -33,6 +33,7 @@ from moelight.core.small_files import read_bytes, read_error_text, read_object
 from moelight.core.units import GiB, MiB, format_bytes
 from moelight.engine.checkpoints import open_model
 from moelight.engine.experts import facts_of
+from moelight.engine.options import EngineOptions
 from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import load_profile
 from moelight.formats.compressed_tensors import Rounding, rounding_config
@@ -76,7 +77,7 @@ _ROWS, _KEYS = "calibration.rows", "calibration.keys"
 class ConvertOptions:
     """The options of a conversion: ``dense`` None leaves the matrices outside the experts as they are, and so the share
     ``keep`` of all experts, those that are busiest in ``expert_profile``. ``calibrate``: prompts on which the model,
-    planned by ``planning`` (arguments of `Engine.from_pretrained`), shows which numbers of experts matter."""
+    under the options ``engine``, shows which numbers of experts matter."""
 
     model: str
     output: Path
@@ -86,7 +87,7 @@ class ConvertOptions:
     keep: float = 0.0
     expert_profile: Path | None = None
     calibrate: Path | None = None
-    planning: Mapping[str, Any] = field(default_factory=dict)
+    engine: EngineOptions = field(default_factory=lambda: EngineOptions(device="cpu"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,11 +214,10 @@ def calibrated(options: ConvertOptions, plan: ConversionPlan, progress: Progress
     try:
         with rows:
             if not loaded:
-                planning = {"device": "cpu", **options.planning, "experts": ExpertOptions(inputs=rows.add)}
                 name, path = options.model, options.calibrate
-                of = CompareOptions(model=name, reference=name, prompts=path, planning=planning)
-                prompts = read_prompts(of, model.max_positions)
-                score_all(name, prompts, lambda *_: None, of, lambda done: progress(done, len(prompts)))
+                prompts = read_prompts(CompareOptions(model=name, reference=name, prompts=path), model.max_positions)
+                engine = replace(options.engine, experts=ExpertOptions(inputs=rows.add))
+                score_all(name, prompts, lambda *_: None, engine, progress)
                 rows.finish()
             yield ExpertInputs(rows, experts_of(piece for shard in plan.shards for piece in shard.pieces))
     except OSError as error:

@@ -292,7 +292,9 @@ def _planned(prepared: JobInput, told: Progress) -> tuple[ScanSummary, Plan | No
     summary = _scanned(prepared, told)
     workload = summary.workload()
     told.planning()
-    return summary, None if workload is None else prepared.model.plan(prepared.options, workload).plan
+    if workload is None:
+        return summary, None
+    return summary, prepared.model.plan(prepared.options, workload, prepared.options.policy).plan
 
 
 @contextlib.contextmanager
@@ -451,7 +453,7 @@ def answer_here(job: JobRun) -> JobAnswers:
     if ledger.chosen is not None:  # by an earlier run: rows of one job have keys and values of one format
         options = replace(options, kv_dtype=ledger.chosen["kv_dtype"])
     told.planning()
-    planned = prepared.model.plan(options, workload)
+    planned = prepared.model.plan(options, workload, options.policy)
     if options.kv_dtype == CHOOSE:
         ledger.note_chosen({"kv_dtype": planned.policy.kv_dtype})
     told.started(job_start(job, reason=planned.why, plan=planned.plan))

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from moelight.batch.rows import BadRow
+from moelight.core.policy import Policy
 from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
-from moelight.engine.model import EngineOptions
+from moelight.engine.options import EngineOptions
 from moelight.observe.stats import RunStats
 
 DONE, INTERRUPTED, DONE_BEFORE = "done", "interrupted", "done before"
@@ -29,12 +30,14 @@ class Durability:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions(EngineOptions):
-    """The options of a job, with those of its engine. A file whose path is None is not written. ``sampling`` applies
-    where a row sets no value: without ``max_tokens`` answers may fill the rest of the context. So do ``strict`` and
-    ``resamplings`` (of `StructuredOutputs` and `ToolRequest`). With ``ignore_model`` rows may name any model."""
+    """The options of a job, with those of its engine. A ``policy`` is run unchanged. A file whose path is None is not
+    written. ``sampling`` applies where a row sets no value: without ``max_tokens`` answers may fill the rest of the
+    context. So do ``strict`` and ``resamplings`` (of `StructuredOutputs` and `ToolRequest`). With ``ignore_model`` rows
+    may name any model."""
 
     prompts: Path
     model: str = "demo"
+    policy: Policy | None = None
     output: Path | None = None
     error_file: Path | None = None
     format: str = "auto"

@@ -28,8 +28,8 @@ def compare(
     prompts: Path = argument("PROMPTS", "Input file: JSON lines, text, CSV or Parquet, as for generate."),
     against: str | None = option("Reference: the checkpoint that MODEL was converted from.", metavar="REFERENCE"),
     format: str = option("Input format: auto, openai, simple, text, csv or parquet.", default="auto"),  # noqa: A002
-    host_memory: str | None = option("Maximum host memory to use, e.g. 3GiB.", metavar="SIZE"),
-    device_memory: str | None = option("Maximum GPU memory to use, e.g. 10GiB.", metavar="SIZE"),
+    host_memory: int | None = option("Maximum host memory to use, e.g. 3GiB.", metavar="SIZE"),
+    device_memory: int | None = option("Maximum GPU memory to use, e.g. 10GiB.", metavar="SIZE"),
     device: str = option("Device to use: auto, cpu, cuda, xpu, or one card (cuda:1).", default="auto"),
     kv_dtype: str = option("Data type of MODEL's KV cache: auto or int8.", metavar="auto|int8", default="auto"),
     activations: str | None = option("Activations of MODEL: auto or int8, as for generate.", metavar="auto|int8"),
@@ -47,6 +47,7 @@ def compare(
     """
     from moelight.batch.compare import CompareOptions, compare_models
     from moelight.batch.output import STANDARD_OUTPUT
+    from moelight.engine.options import EngineOptions
     from moelight.optimizer.fixed_values import check_activations
 
     if against is None:
@@ -61,10 +62,14 @@ def compare(
             reference=against,
             prompts=prompts,
             format=format,
-            activations=activations,
             space_bytes=parse_bytes(space, label="--space"),
-            kv_dtype=kv_dtype,
-            planning={"host_memory": host_memory, "device_memory": device_memory, "device": device},
+            engine=EngineOptions(
+                host_memory=host_memory,
+                device_memory=device_memory,
+                device=device,
+                kv_dtype=kv_dtype,
+                activations=activations,
+            ),
         ),
         _tell,
     )

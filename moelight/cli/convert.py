@@ -42,7 +42,7 @@ def convert(
         "Expert profile that ranks experts by use, as written by generate --save-expert-profile.", metavar="FILE.json"
     ),
     calibrate: Path | None = option("Calibration prompts for int4 and int8 experts.", metavar="PROMPTS.jsonl"),
-    host_memory: str | None = option("Maximum host memory of the calibration run.", metavar="SIZE"),
+    host_memory: int | None = option("Maximum host memory of the calibration run.", metavar="SIZE"),
     shard_size: str = option("Maximum size of a checkpoint file.", metavar="SIZE", default="4GiB"),
 ) -> None:
     """Write MODEL again with rounded experts, in a quarter to half of the bytes.
@@ -51,6 +51,7 @@ def convert(
     is copied. Run again, the same command goes on where it was interrupted.
     """
     from moelight.batch.convert import ConvertOptions, convert_checkpoint
+    from moelight.engine.options import EngineOptions
     from moelight.formats.compressed_tensors import GROUPS, ROUNDED, Rounding
 
     if experts not in ROUNDED:
@@ -72,7 +73,7 @@ def convert(
         keep=0.0 if keep is None else _share(keep),
         expert_profile=expert_profile,
         calibrate=calibrate,
-        planning={} if host_memory is None else {"host_memory": host_memory},
+        engine=EngineOptions(device="cpu", host_memory=host_memory),
     )
     say_missing_kernels()
     lines = _ProgressLine()

@@ -17,23 +17,12 @@ from moelight.core.errors import ConfigError, InputError
 from moelight.core.policy import Policy
 from moelight.core.request import DEFAULT_RESAMPLINGS, MAX_RESAMPLINGS, SamplingParams, StructuredOutputs
 from moelight.core.small_files import read_error_text, read_json
-from moelight.core.units import parse_bytes
+from moelight.engine.options import PLANNING, EngineOptions
 
 if TYPE_CHECKING:
     from moelight.batch.options import JobOptions
     from moelight.integrations.ray.cluster import ClusterOptions
 
-_PLANNED = (
-    "batch_size",
-    "micro_batch_size",
-    "schedule",
-    "dtype",
-    "kv_dtype",
-    "allow",
-    "activations",
-    "host_memory",
-    "device_memory",
-)
 _ORDERS = ("input", "completion")
 
 
@@ -62,12 +51,6 @@ class JobArguments:
     id_column: str | None = option("Column of a CSV or Parquet file that holds the custom ids.", metavar="NAME")
     ignore_model: bool = option("Ignore the model field of the rows.", default=False)
     chat_template: Path | None = option("Chat template to use instead of the checkpoint's.", metavar="FILE.jinja")
-    reasoning: str = option(
-        "auto splits the reasoning of reasoning models from the answer, and applies stop strings and "
-        "constraints to the answer only; off leaves the text as generated.",
-        metavar="auto|off",
-        default="auto",
-    )
     thinking_token_budget: int | None = option(
         "Maximum number of reasoning tokens, after which the reasoning is closed.", min=0, metavar="N"
     )
@@ -127,42 +110,10 @@ class JobArguments:
         max=MAX_RESAMPLINGS,
         default=DEFAULT_RESAMPLINGS,
     )
-    host_memory: str | None = option("Maximum host memory to use, e.g. 3GiB.", metavar="SIZE")
-    device_memory: str | None = option("Maximum GPU memory to use, e.g. 10GiB.", metavar="SIZE")
-    batch_size: int | None = option("Maximum number of sequences per pass; planned by default.", min=1)
-    micro_batch_size: int | None = option("Maximum number of sequences per micro-batch; planned by default.", min=1)
-    schedule: str | None = option(
-        "Schedule: cgopipe, fastdecode, flexgen-c, flexgen, flexgen-loop, serial or module; planned by default."
-    )
-    dtype: str = option(
-        "Data type of activations and of unquantised weights; auto uses the checkpoint's.",
-        metavar="auto|bfloat16|float16|float32",
-        default="auto",
-    )
-    kv_dtype: str = option(
-        "Data type of the KV cache: auto uses --dtype, choose takes the faster of the two.",
-        metavar="auto|choose|int8",
-        default="auto",
-    )
     allow: str | None = option(
         "kv8 allows an int8 KV cache, as --kv-dtype choose does; experts run in their stored format.", metavar="kv8"
     )
-    activations: str | None = option(
-        "int8 rounds activations to int8 before products with experts that are stored as integers.", metavar="auto|int8"
-    )
     policy: Path | None = option("Policy file to run, as written by optimize -o.", metavar="FILE.yaml")
-    hw: str = option("Hardware profile to plan for; auto uses this machine.", metavar="NAME|FILE|auto", default="auto")
-    device: str = option(
-        "Device to run on: auto, cpu, cuda, xpu, one card (cuda:1), or twin (a GPU emulated on the CPU).",
-        default="auto",
-    )
-    adapt: bool | None = option(
-        "Adapt N, micro-batches, look-ahead and prefills in decode passes to measured speed; on by "
-        "default unless --policy is given."
-    )
-    cuda_graphs: bool = option(
-        "Capture small repeating passes as CUDA graphs.", "--cuda-graphs/--no-cuda-graphs", default=True
-    )
     show: bool | None = option("Print a table of prompts and completions; on by default on a terminal.")
     status: Path | None = option(
         "File to keep updated with the job's status, as an OpenAI batch object.", metavar="FILE.json"
@@ -205,7 +156,7 @@ class RayArguments:
 
 
 @with_options()
-def generate(arguments: JobArguments, cluster: RayArguments) -> None:
+def generate(arguments: JobArguments, engine: EngineOptions, cluster: RayArguments) -> None:
     """Answer every row of PROMPTS. Run again, the same command resumes where it was interrupted.
 
     A row is a line of an OpenAI batch file, or {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}
@@ -216,7 +167,7 @@ def generate(arguments: JobArguments, cluster: RayArguments) -> None:
     if arguments.as_json and not arguments.dry_run:
         raise ConfigError("--json goes with --dry-run; rows are JSON lines already")
     as_table = arguments.show if arguments.show is not None else arguments.output is None and sys.stdout.isatty()
-    options = read_options(arguments, as_table=as_table)
+    options = read_options(arguments, engine, as_table=as_table)
     nodes = read_cluster(cluster)
     say_missing_kernels()
     with _naming_schema(arguments.json_schema):
@@ -228,7 +179,7 @@ def generate(arguments: JobArguments, cluster: RayArguments) -> None:
         raise typer.Exit(code)
 
 
-def read_options(arguments: JobArguments, *, as_table: bool) -> JobOptions:
+def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bool) -> JobOptions:
     """Return the job of the options; without ``--output``, rows go to the table if ``as_table``, else to stdout."""
     from moelight.batch.options import Durability, JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
@@ -237,11 +188,11 @@ def read_options(arguments: JobArguments, *, as_table: bool) -> JobOptions:
     from moelight.optimizer.fixed_values import check_activations, check_dtype
     from moelight.scheduler import SCHEDULES
 
-    if arguments.schedule is not None:
-        SCHEDULES.get(arguments.schedule)
-    check_activations(arguments.activations)
-    check_dtype(arguments.dtype)
-    policy = None if arguments.policy is None else read_policy(arguments.policy, arguments)
+    if engine.schedule is not None:
+        SCHEDULES.get(engine.schedule)
+    check_activations(engine.activations)
+    check_dtype(engine.dtype)
+    policy = None if arguments.policy is None else read_policy(arguments.policy, arguments, engine)
     sampling = {
         **_fields_of(SamplingParams, arguments),
         "stop": tuple(arguments.stop or ()),
@@ -263,16 +214,14 @@ def read_options(arguments: JobArguments, *, as_table: bool) -> JobOptions:
         trace=arguments.routing_trace,
     )
     options: dict[str, Any] = {
+        **_fields_of(JobOptions, engine),
         **_fields_of(JobOptions, arguments),
         "policy": policy,
-        "kv_dtype": read_kv_dtype(arguments),
+        "kv_dtype": read_kv_dtype(arguments, engine),
         "sampling": SamplingParams(**sampling),
         "durability": Durability(**_fields_of(Durability, arguments), sync_s=arguments.sync_interval),
         "experts": experts,
     }
-    for name in ("host_memory", "device_memory"):
-        if options[name] is not None:
-            options[name] = parse_bytes(options[name], label=flag(name))
     if arguments.model is None:
         options["model"] = "demo" if policy is None else policy.model
     if arguments.output is None and not as_table:
@@ -313,7 +262,7 @@ def _pairs(option: str, values: list[str] | None) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in (pair.partition("=") for pair in values or ())]
 
 
-def read_kv_dtype(job: JobArguments) -> str:
+def read_kv_dtype(job: JobArguments, engine: EngineOptions) -> str:
     """Return the format of keys and values; refuse ``--allow`` of experts, which are run as they are stored."""
     from moelight.optimizer.allowed import AUTO, CHOOSE, KV8, WEIGHTS, parse_allowed
 
@@ -325,13 +274,13 @@ def read_kv_dtype(job: JobArguments) -> str:
                 f"OUT --experts {name} makes a checkpoint that stores them so"
             )
     if KV8 not in allowed:
-        return job.kv_dtype
-    if job.kv_dtype != AUTO:
-        raise ConfigError(f"--allow {KV8} and --kv-dtype {job.kv_dtype} both say what the plan may use; drop one")
+        return engine.kv_dtype
+    if engine.kv_dtype != AUTO:
+        raise ConfigError(f"--allow {KV8} and --kv-dtype {engine.kv_dtype} both say what the plan may use; drop one")
     return CHOOSE
 
 
-def _fields_of(kind: type[Any], arguments: JobArguments) -> dict[str, Any]:
+def _fields_of(kind: type[Any], arguments: object) -> dict[str, Any]:
     """Return the arguments that are fields of the dataclass ``kind``."""
     return {field.name: getattr(arguments, field.name) for field in fields(kind) if hasattr(arguments, field.name)}
 
@@ -365,12 +314,15 @@ def _naming_schema(path: Path | None) -> Iterator[None]:
         raise InputError(f"--json-schema {path}: {text}", code=error.code) from None
 
 
-def read_policy(path: Path, arguments: JobArguments) -> Policy:
-    """Return the policy in ``path``; an option of `_PLANNED` or a policy that the engine cannot run is refused."""
+def read_policy(path: Path, arguments: JobArguments, engine: EngineOptions) -> Policy:
+    """Return the policy in ``path``; an option that constrains a plan, or a policy that the engine cannot run, is
+    refused."""
     from moelight.optimizer.runnable import policy_faults
     from moelight.profiles.policy_files import load_policy
 
-    refuse_beside(f"--policy {path}", arguments, _PLANNED, "the policy says how to run")
+    reason = "the policy says how to run"
+    refuse_beside(f"--policy {path}", engine, [name for name in PLANNING if name != "hw"], reason)
+    refuse_beside(f"--policy {path}", arguments, ["allow"], reason)
     policy = load_policy(path)
     if faults := policy_faults(policy):
         raise ConfigError(f"--policy {path} cannot be run: {'; '.join(faults)}")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, Field, field, fields, is_dataclass
+from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from moelight.core.errors import ConfigError
+from moelight.core.units import format_bytes, parse_bytes
+
+SIZE = "SIZE"  # metavar of a number of bytes
 
 
 def option(text: str, *names: str, default: Any = None, **settings: Any) -> Any:
@@ -30,8 +34,8 @@ def argument(metavar: str, text: str, default: Any = MISSING) -> Any:
 def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: its parameters, and the fields of those that are dataclasses, are Typer's parameters.
 
-    Each is an `option`, an `argument`, or annotated as Typer's are. The command gets the dataclasses; their fields
-    ``without`` have their defaults.
+    Each is an `option`, an `argument`, annotated as Typer's are, or has the ``help`` text and settings of an option in
+    its metadata. The command gets the dataclasses; other fields, and those ``without``, have their defaults.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -45,7 +49,10 @@ def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., No
                 continue
             kinds = get_type_hints(group, include_extras=True)
             group_fields = {
-                group_field.name: group_field for group_field in fields(group) if group_field.name not in without
+                group_field.name: group_field
+                for group_field in fields(group)
+                if group_field.name not in without
+                and (group_field.metadata or get_origin(kinds[group_field.name]) is Annotated)
             }
             groups[name] = list(group_fields)
             parameters += [_parameter(key, kinds[key], field) for key, field in group_fields.items()]
@@ -68,8 +75,12 @@ def _parameter(name: str, kind: Any, default: Any) -> Parameter:
     if isinstance(default, Field):
         settings, default = dict(default.metadata), default.default
         if settings:
-            make, names = settings.pop("make"), settings.pop("names")
-            kind = Annotated[kind, make(*(names or ([flag(name)] if kind is bool else [])), **settings)]
+            make, names = settings.pop("make", typer.Option), settings.pop("names", ())
+            if kind is bool and not names:
+                names = [f"{flag(name)}/--no-{flag(name)[2:]}" if default else flag(name)]
+            if kind == int | None and settings.get("metavar") == SIZE:
+                settings["parser"] = partial(parse_bytes, label=flag(name))
+            kind = Annotated[kind, make(*names, **settings)]
         default = Parameter.empty if default is MISSING else default
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
@@ -81,8 +92,11 @@ def flag(field: str) -> str:
 
 def refuse_beside(option: str, arguments: object, names: Iterable[str], reason: str) -> None:
     """Raise ConfigError if one of the options ``names`` of ``arguments`` is set, since ``option`` is, too."""
+    sizes = {field.name for field in fields(arguments) if field.metadata.get("metavar") == SIZE}  # type: ignore[arg-type]
     for name in names:
         value = getattr(arguments, name)
+        if name in sizes and isinstance(value, int):
+            value = format_bytes(value)
         if value not in (None, False, "auto"):
             values = value if isinstance(value, list) else [] if value is True else [value]
             words = " ".join(map(str, (flag(name), *values)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 import sys
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,27 +17,14 @@ from moelight.cli.tables import printable, say_missing_kernels
 from moelight.core.errors import ConfigError
 from moelight.core.request import MAX_RESAMPLINGS
 from moelight.core.units import parse_bytes
+from moelight.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from moelight.serve.jobs import JobRunner
 
 _HTTP = ("host", "port", "data", "token_file", "allow_remote", "max_file_size", "expire")
-_HANDED_ON = (
-    "max_tokens",
-    "reasoning",
-    "ignore_model",
-    "strict",
-    "resamplings",
-    "host_memory",
-    "device_memory",
-    "dtype",
-    "kv_dtype",
-    "activations",
-    "policy",
-    "hw",
-    "device",
-    "expert_policy",
-)
+_HANDED_ON = ("max_tokens", "ignore_model", "strict", "resamplings", "policy", "expert_policy")
+_NOT_SERVED = ("batch_size", "micro_batch_size", "schedule", "adapt", "cuda_graphs")
 _NO_PROMPTS = Path("-")  # of a job that only checks its options
 _MODULES = ("starlette", "uvicorn", "python_multipart")
 
@@ -67,29 +54,17 @@ class ServerArguments:
         "Maximum number of tokens to generate for requests that do not set it; by default the rest of the context.",
         min=1,
     )
-    reasoning: str | None = option("Handling of reasoning models, as for generate.", metavar="auto|off")
     ignore_model: bool = option("Ignore the model field of the rows.", default=False)
     strict: bool = option("Reject JSON schemas that cannot be enforced, as for generate.", default=False)
     resamplings: int | None = option(
         "Maximum number of times to generate an invalid answer again.", min=0, max=MAX_RESAMPLINGS
     )
-    host_memory: str | None = option("Maximum host memory per job.", metavar="SIZE")
-    device_memory: str | None = option("Maximum GPU memory per job.", metavar="SIZE")
-    dtype: str | None = option(
-        "Data type of activations and unquantised weights, as for generate.", metavar="auto|bfloat16|float16|float32"
-    )
-    kv_dtype: str | None = option("Data type of the KV cache, as for generate.", metavar="auto|choose|int8")
-    activations: str | None = option(
-        "Data type of activations in expert products: auto or int8, as for generate.", metavar="auto|int8"
-    )
     policy: Path | None = option("Policy file to run, as written by optimize -o.", metavar="FILE.yaml")
-    hw: str | None = option("Hardware profile to plan for.", metavar="NAME|FILE|auto")
-    device: str | None = option("Device to run on: auto, cpu, cuda, xpu, one card (cuda:1), or twin.")
     expert_policy: str | None = option("Expert policy for on-demand passes.", metavar="FILE.moe|static|default")
 
 
-@with_options()
-def serve_batch(arguments: ServerArguments) -> None:
+@with_options(without=_NOT_SERVED)
+def serve_batch(arguments: ServerArguments, engine: EngineOptions) -> None:
     """Serve OpenAI's Files and Batches on this machine, or watch a folder.
 
     Each batch is a job of moelight generate in a process of its own, one after another. The base_url of the openai
@@ -99,7 +74,10 @@ def serve_batch(arguments: ServerArguments) -> None:
     from moelight.serve.jobs import JobRunner, generate_command
 
     handed_on = {name: value for name in _HANDED_ON if (value := getattr(arguments, name)) not in (None, False)}
-    read_options(JobArguments(prompts=_NO_PROMPTS, model=arguments.model, **handed_on), as_table=False)
+    read_options(JobArguments(prompts=_NO_PROMPTS, model=arguments.model, **handed_on), engine, as_table=False)
+    default = EngineOptions()
+    names = (option.name for option in fields(engine) if option.metadata)
+    handed_on |= {name: value for name in names if (value := getattr(engine, name)) != getattr(default, name)}
     options = [
         str(word)
         for name, value in handed_on.items()

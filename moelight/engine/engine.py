@@ -17,7 +17,7 @@ from moelight.core.errors import ConfigError, InputError, MoelightError, did_you
 from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
-from moelight.core.units import format_bytes, parse_bytes
+from moelight.core.units import format_bytes
 from moelight.engine.adaptation import PassAdaptation
 from moelight.engine.batcher import Batcher
 from moelight.engine.call_constraints import CallConstraints
@@ -25,6 +25,7 @@ from moelight.engine.checkpoints import open_model
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
+from moelight.engine.options import AUTO, EngineOptions, RunOptions
 from moelight.engine.output_processor import OutputProcessor, ScoreWatch, check_tokens
 from moelight.engine.pass_runner import PackedPass, PassRunner
 from moelight.engine.planning import (
@@ -35,9 +36,8 @@ from moelight.engine.planning import (
     speeds_for,
     stage_pages,
 )
-from moelight.engine.reasoning import AUTO, OFF, check_mode, reasoning_start
+from moelight.engine.reasoning import OFF, check_mode, reasoning_start
 from moelight.engine.tokenizer import Tokenizer
-from moelight.experts.options import ExpertOptions
 from moelight.experts.profile import save_profile
 from moelight.hrm.footprint import kv_block_bytes
 from moelight.hrm.machine_model import Speeds
@@ -141,28 +141,17 @@ class Engine:
         self,
         policy: Policy | Plan,
         *,
-        device: str = "auto",
-        lanes: str = "auto",
         source: OpenCheckpoint | None = None,
-        adapt: bool | None = None,
-        experts: ExpertOptions | None = None,
-        prefix_caching: bool = True,
-        cuda_graphs: bool = True,
-        reasoning: str = AUTO,
+        options: RunOptions | None = None,
+        **values: Any,
     ) -> None:
         """Load the model of ``policy`` under that policy.
 
         Args:
             policy: a policy, or a plan that holds one.
-            device: ``auto`` (as the policy's devices require), ``cpu``, ``cuda``, ``xpu``, or ``twin`` (emulated GPU).
-            lanes: ``auto``, ``inline`` (nothing overlaps) or ``threads``.
             source: the opened checkpoint, if the caller already has it.
-            adapt: True: N, μ and look-ahead may change between passes if other values prove faster; False: they are
-                fixed; None: True for a plan, False for a policy. Values that the user fixed in the plan are kept.
-            experts: residency of experts in on-demand passes, and what is recorded of it; None: the default policy.
-            prefix_caching: compute common prefixes of prompts once, in whole blocks; not of stateful models.
-            cuda_graphs: launch small passes that repeat, on CUDA, from recorded graphs (`runtime.graphs`).
-            reasoning: ``auto`` or ``off``, the modes of `moelight.engine.reasoning`.
+            options: the options by name are its fields (`RunOptions`), such as ``device="cpu"``; ``device`` ``auto`` is
+                as the policy's devices require.
 
         Raises:
             ConfigError: the policy is invalid or does not suit the machine.
@@ -170,27 +159,28 @@ class Engine:
             BudgetError: memory is too small.
         """
         began = time.perf_counter()
-        self._reasoning = check_mode(reasoning)
+        options = (options or RunOptions()).changed(values)
+        self._reasoning = check_mode(options.reasoning)
         self.plan = policy if isinstance(policy, Plan) else None
         run_policy = policy.policy if isinstance(policy, Plan) else policy
-        machine = find_machine("cpu" if device == "auto" and not run_policy.discrete else device)
+        machine = find_machine("cpu" if options.device == AUTO and not run_policy.discrete else options.device)
         source = source or open_model(run_policy.model)
         self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
         resolved = resolve(run_policy, self.profile, discrete=machine.discrete, device=machine.device)
-        options, dtype = experts or ExpertOptions(), weight_dtype(resolved, source, machine)
-        resolved, self.residents_reason = choose_residents(resolved, self.plan, options, self.profile, dtype)
+        dtype = weight_dtype(resolved, source, machine)
+        resolved, self.residents_reason = choose_residents(resolved, self.plan, options.experts, self.profile, dtype)
         self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
         speeds = speeds_for(self.plan, discrete=machine.discrete)
-        self._experts = choices_for(options, self.policy, self.profile, dtype, speeds)
+        self._experts = choices_for(options.experts, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.of(source.directory)
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._calls = CallConstraints(self._constraints)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
-        self._passes: PassRunner | None = self._load(source, lanes, dtype, cuda_graphs)
-        pool, share, discrete = self._passes.pool, prefix_caching and not self.profile.stateful, machine.discrete
-        self._batcher = _batcher(self.policy, self.plan, self.profile, pool, discrete=discrete, prefix_caching=share)
-        self._adapting = self._adaptation(adapt, speeds, self._passes)
+        self._passes: PassRunner | None = self._load(source, options, dtype)
+        pool, share = self._passes.pool, options.prefix_caching and not self.profile.stateful
+        self._batcher = _batcher(self.policy, self.plan, self.profile, pool, machine.discrete, share)
+        self._adapting = self._adaptation(options.adapt, speeds, self._passes)
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = self._collected_s = 0.0
@@ -205,82 +195,47 @@ class Engine:
         fixed = () if self.plan is None else self.plan.fixed
         return PassAdaptation(self.profile, self.policy, speeds, fixed, self._batcher, passes)
 
-    def _load(self, source: OpenCheckpoint, lanes: str, dtype: DType, cuda_graphs: bool) -> PassRunner:
+    def _load(self, source: OpenCheckpoint, options: RunOptions, dtype: DType) -> PassRunner:
         """The loaded model; expert pages are staged if the system refuses to lock their memory."""
         if line := unused_scales(source.ignored):
             _log.warning("%s: %s", source.directory, line)
         use_kept_kernels()
         try:
-            return PassRunner(source, self.policy, self._machine, lanes, self._experts, cuda_graphs)
+            return PassRunner(source, self.policy, self._machine, options.lanes, self._experts, options.cuda_graphs)
         except PinningError as error:
             refused = error.with_traceback(None)  # whose frames hold the regions that were not refused
         except torch.OutOfMemoryError:
             raise out_of_device_memory(self._machine, self._device_limit) from None
         self.policy, self.host_pages_reason = stage_pages(self.policy, self.plan, self.profile, dtype, refused)
         _log.warning("%s", self.host_pages_reason)
-        return self._load(source, lanes, dtype, cuda_graphs)
+        return self._load(source, options, dtype)
 
     @classmethod
     def from_pretrained(
         cls,
         model: str | Path,
         *,
-        hw: str = "auto",
-        device: str = "auto",
-        lanes: str = "auto",
-        host_memory: int | str | None = None,
-        device_memory: int | str | None = None,
-        batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        schedule: str | None = None,
-        dtype: str = "auto",
-        kv_dtype: str = "auto",
-        activations: str | None = None,
         workload: Workload | None = None,
-        adapt: bool | None = None,
-        experts: ExpertOptions | None = None,
-        prefix_caching: bool = True,
-        cuda_graphs: bool = True,
-        reasoning: str = AUTO,
+        options: EngineOptions | None = None,
+        **values: Any,
     ) -> Engine:
         """Plan the fastest policy for ``workload`` within the memory limits, then load the model under it; the plan is
-        in ``plan``. ``lanes``, ``adapt``, ``prefix_caching``, ``cuda_graphs`` and ``reasoning`` are as for `Engine`.
+        in ``plan``.
 
         Args:
             model: a directory, ``demo``, or a model id on the hub.
-            hw: a hardware profile's name or file; ``auto``: this machine as measured, or a typical one of its kind.
-            device: as for `Engine`, but ``auto`` is an accelerator if there is one, else ``cpu``.
-            host_memory: limit in bytes, or a size such as ``"16GiB"``; None: 90 % of what is free.
-            device_memory: likewise, of the device.
-            batch_size: sequences in progress at a time (N); ``micro_batch_size``: per micro-batch (μ); ``schedule``: by
-                name. None: the planner's choice.
-            dtype: of computation: ``bfloat16``, ``float16``, ``float32``, or ``auto``, the checkpoint's if served.
-            kv_dtype: of keys and values: ``auto`` (that of the computation), ``int8``, or ``choose``, the faster one.
-            activations: ``int8``: stored integers are multiplied by activations rounded to int8; None: as they are.
             workload: what to plan for; None: the default `Workload`.
-            experts: as for `Engine`; an expert policy in it restricts the search to schedules with on-demand passes.
+            options: the options by name are its fields (`EngineOptions`), such as ``host_memory="16GiB"``; ``device``
+                ``auto`` is an accelerator if there is one, else ``cpu``.
 
         Raises:
             ConfigError: an option is invalid, or the hardware profile does not suit the machine.
             CheckpointError: the model is missing or unusable.
             BudgetError: no policy fits the memory limits.
         """
-        source = open_model(str(model))
-        choices: dict[str, Any] = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
-        choices |= {"dtype": dtype, "kv_dtype": kv_dtype, "activations": activations}
-        plan = plan_for(
-            str(model),
-            source,
-            find_machine(device),
-            hw=hw,
-            host_memory=None if host_memory is None else parse_bytes(host_memory, label="host_memory"),
-            device_memory=None if device_memory is None else parse_bytes(device_memory, label="device_memory"),
-            **choices,
-            workload=workload or Workload(),
-            experts=None if experts is None else experts.policy,
-        )
-        how: dict[str, Any] = {"prefix_caching": prefix_caching, "cuda_graphs": cuda_graphs, "reasoning": reasoning}
-        return cls(plan, device=device, lanes=lanes, source=source, adapt=adapt, experts=experts, **how)
+        options, source = (options or EngineOptions()).changed(values), open_model(str(model))
+        plan = plan_for(str(model), source, find_machine(options.device), options, workload or Workload())
+        return cls(plan, source=source, options=options)
 
     def generate(
         self,
@@ -579,7 +534,7 @@ class Engine:
 
 
 def _batcher(
-    policy: Policy, plan: Plan | None, profile: ModelProfile, pool: BlockPool, *, discrete: bool, prefix_caching: bool
+    policy: Policy, plan: Plan | None, profile: ModelProfile, pool: BlockPool, discrete: bool, prefix_caching: bool
 ) -> Batcher:
     return Batcher(
         policy,

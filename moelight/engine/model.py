@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ from moelight.core.request import SamplingParams, ToolRequest
 from moelight.core.small_files import open_regular, read_bytes, read_error_text
 from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
+from moelight.engine.options import EngineOptions
 from moelight.engine.tiktoken_file import TIKTOKEN
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
 from moelight.engine.tool_calls import find_tool_format
-from moelight.experts.options import ExpertOptions
 from moelight.models.graph.profile import know_other_families
 from moelight.optimizer.explain import activations_text
 from moelight.optimizer.plan import Plan
@@ -50,29 +50,6 @@ _TEXT = (
     "additional_chat_templates/*.jinja",
 )
 _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """Options of an engine; None leaves the choice to the planner. Memory is in bytes. ``dtype``: data type of
-    activations; ``kv_dtype``: data type of the KV cache, or ``choose``. A ``policy`` is run unchanged. ``reasoning``:
-    ``auto`` or ``off``, as for `Engine`."""
-
-    device: str = "auto"
-    host_memory: int | None = None
-    device_memory: int | None = None
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    schedule: str | None = None
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    activations: str | None = None
-    policy: Policy | None = None
-    hw: str = "auto"
-    adapt: bool | None = None
-    cuda_graphs: bool = True
-    reasoning: str = "auto"
-    experts: ExpertOptions = field(default_factory=ExpertOptions)
 
 
 class LazyModel:
@@ -142,41 +119,23 @@ class LazyModel:
     def _calls(self) -> CallConstraints:
         return CallConstraints(self._constraints)
 
-    def plan(self, options: EngineOptions, workload: Workload) -> PlannedModel:
-        """Audit the checkpoint; return the given policy, or the fastest for ``workload`` (BudgetError if none fits). A
+    def plan(self, options: EngineOptions, workload: Workload, policy: Policy | None = None) -> PlannedModel:
+        """Audit the checkpoint; return ``policy``, or the fastest for ``workload`` (BudgetError if none fits). A
         machine of which no profile is kept is measured first if the job is long enough to be worth it."""
         from moelight.engine.checkpoints import open_model
         from moelight.engine.planning import measured_for, plan_for
         from moelight.runtime.machine import find_machine
 
         source = open_model(self.name)
-        if options.policy is not None:
-            policy = replace(options.policy, model=self.name)
+        if policy is not None:
+            policy = replace(policy, model=self.name)
             return PlannedModel(source=source, policy=policy, plan=None, workload=workload, options=options)
         machine = find_machine(options.device)
 
-        def fastest(batch_size: int | None) -> Plan:
-            return plan_for(
-                self.name,
-                source,
-                machine,
-                hw=options.hw,
-                host_memory=options.host_memory,
-                device_memory=options.device_memory,
-                batch_size=batch_size,
-                micro_batch_size=options.micro_batch_size,
-                schedule=options.schedule,
-                dtype=options.dtype,
-                kv_dtype=options.kv_dtype,
-                activations=options.activations,
-                workload=workload,
-                experts=options.experts.policy,
-            )
-
         def planned() -> Plan:
-            plan = fastest(options.batch_size)
+            plan = plan_for(self.name, source, machine, options, workload)
             if plan.policy.batch_size > _MANY and options.batch_size is None:
-                fewer = fastest(_MANY)
+                fewer = plan_for(self.name, source, machine, replace(options, batch_size=_MANY), workload)
                 if fewer.estimate.tokens_per_s >= _AS_FAST * plan.estimate.tokens_per_s:
                     return fewer
             return plan
@@ -213,15 +172,8 @@ class PlannedModel:
         """Return the engine; a context manager. ``record``: keep figures of every expert."""
         from moelight.engine.engine import Engine
 
-        return Engine(
-            self.plan or self.policy,
-            device=self.options.device,
-            source=self.source,
-            adapt=self.options.adapt,
-            cuda_graphs=self.options.cuda_graphs,
-            reasoning=self.options.reasoning,
-            experts=replace(self.options.experts, record=record),
-        )
+        options = replace(self.options, experts=replace(self.options.experts, record=record))
+        return Engine(self.plan or self.policy, source=self.source, options=options)
 
     def simulation(self, policy: Policy) -> SimulationSetup:
         """Return the inputs of the cost model for ``policy``, as the engine resolved it, on the machine planned for."""

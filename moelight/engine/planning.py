@@ -13,8 +13,8 @@ from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.policy import INT8, Policy
 from moelight.core.units import format_bytes
 from moelight.engine.experts import resident_share
+from moelight.engine.options import EngineOptions
 from moelight.experts.options import ExpertOptions
-from moelight.experts.policy import ExpertPolicy
 from moelight.hrm.costs import page_bytes, page_slot_bytes
 from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
@@ -50,37 +50,20 @@ ON_DEMAND_SEARCHED = tuple(name for name in SEARCHED_SCHEDULES if name in ON_DEM
 _PLAIN_DISK = Tier(name="disk", capacity_bytes=1 << 40, bandwidth_bytes_per_s=2e9)
 
 
-def plan_for(
-    name: str,
-    source: OpenCheckpoint,
-    machine: Machine,
-    *,
-    hw: str = "auto",
-    host_memory: int | None = None,
-    device_memory: int | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    schedule: str | None = None,
-    dtype: str = AUTO,
-    kv_dtype: str = AUTO,
-    activations: str | None = None,
-    workload: Workload,
-    experts: ExpertPolicy | None = None,
-) -> Plan:
-    """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine can run there. Memory
-    limits are in bytes; None: 90 % of the memory free now. ``dtype``: of computation, and of weights that are not
-    quantised; ``auto``: the checkpoint's, as far as the machine supports it. ``kv_dtype``: of keys and values;
-    ``choose``: int8 or not, whichever is faster. Raises BudgetError if nothing fits."""
-    asked = _activations(activations, source.profile, machine)
-    limits = _limits(machine, host_memory, device_memory)
-    hardware = hardware_for(hw, discrete=machine.discrete)
-    computed = _computed(dtype, source, machine)
+def plan_for(name: str, source: OpenCheckpoint, machine: Machine, options: EngineOptions, workload: Workload) -> Plan:
+    """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine can run there. Raises
+    BudgetError if nothing fits."""
+    experts, schedule = options.experts.policy, options.schedule
+    asked = _activations(options.activations, source.profile, machine)
+    limits = _limits(machine, options.host_memory, options.device_memory)
+    hardware = hardware_for(options.hw, discrete=machine.discrete)
+    computed = _computed(options.dtype, source, machine)
     sizes = capacities(hardware, limits)
     # The checkpoint holds every page, at most in float32, so any page may be streamed from disk.
     on_disk = len(pages(source.profile)) * page_bytes(source.profile, FLOAT32)
     _check_schedule(schedule, discrete=machine.discrete)
-    requested = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "schedule": schedule}
-    requested["weight_dtype"] = None if dtype == AUTO else dtype
+    requested = {name: getattr(options, name) for name in ("batch_size", "micro_batch_size", "schedule")}
+    requested["weight_dtype"] = None if options.dtype == AUTO else options.dtype
     fixed: dict[str, Fixed] = asked | {key: value for key, value in requested.items() if value is not None}
     if experts is not None:
         # Which share of the experts is resident and, beside a GPU, whether the CPU may compute missing ones in place.
@@ -97,7 +80,7 @@ def plan_for(
         capacity_bytes={**sizes, "disk": max(sizes["disk"], on_disk)},
         dtype=computed,
         schedules=SEARCHED_SCHEDULES if experts is None else ON_DEMAND_SEARCHED,
-        kv_dtypes=_caches(kv_dtype, source.profile),
+        kv_dtypes=_caches(options.kv_dtype, source.profile),
         fixed=fixed,
         small_rings=None if experts is None else False,  # a small ring streams every expert in every pass
     )

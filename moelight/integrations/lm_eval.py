@@ -22,6 +22,7 @@ from moelight.core.errors import ConfigError, InputError, did_you_mean
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.chat import DEFAULT, Conversation, check_messages
 from moelight.engine.checkpoints import open_model
+from moelight.engine.options import AUTO, PLANNING
 from moelight.engine.tokenizer import Tokenizer
 from moelight.optimizer.fixed_values import check_activations, check_dtype
 from moelight.optimizer.plan import policy_as_dict
@@ -35,9 +36,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-AUTO = "auto"
 MAX_GEN_TOKS = 256  # the harness's default if a task sets none
-_PLANNING = ("hw", "host_memory", "device_memory", "micro_batch_size", "schedule", "dtype", "kv_dtype", "activations")
+_PLANNING = tuple(name for name in PLANNING if name != "batch_size")
 _SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of the context, ids of the continuation
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from moelight.core.policy import Policy
-from moelight.engine.model import EngineOptions, LazyModel
+from moelight.engine.model import LazyModel
+from moelight.engine.options import EngineOptions
 from moelight.engine.planning import hardware_for
 from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.workload import Workload
@@ -20,7 +21,7 @@ from tests.batch.playing import StandIn
 def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
 
-    def plan(model: LazyModel, options: EngineOptions, workload: Workload) -> SimpleNamespace:
+    def plan(model: LazyModel, options: EngineOptions, workload: Workload, policy: Policy | None) -> SimpleNamespace:
         def simulation(policy: Policy) -> SimulationSetup:
             return SimulationSetup(policy, stand_in.profile, hardware_for("auto", discrete=False), workload)
 

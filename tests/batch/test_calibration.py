@@ -14,6 +14,7 @@ from moelight.batch import convert as convert_module
 from moelight.batch.compare import CompareOptions, compare_models
 from moelight.batch.convert import LEAST_ROWS, RECORD, ConvertOptions, InputRows, convert_checkpoint
 from moelight.core.errors import ConfigError, InputError
+from moelight.engine.options import EngineOptions
 from moelight.formats.compressed_tensors import Rounding
 from moelight.kernels.quantized import row_blocks
 from moelight.kernels.rounding import round_matrix
@@ -92,7 +93,7 @@ def options(model: Path | str, out: Path, group: int = 32, **inputs: Any) -> Con
 def test_killed_while_it_rounds_the_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny(tmp_path / "model", "mixtral", hidden_size=64, intermediate_size=96)
     prompts = lines(tmp_path / "prompts.jsonl", [f"the prompt of number {n * n}" for n in range(9)])
-    inputs = {"calibrate": prompts, "planning": {"host_memory": "200MiB"}, "shard_bytes": 40_000}
+    inputs = {"calibrate": prompts, "engine": EngineOptions(device="cpu", host_memory=200 << 20), "shard_bytes": 40_000}
     done = convert_checkpoint(options(model, tmp_path / "whole", **inputs))
     assert done.reached
     convert_checkpoint(options(model, tmp_path / "plain", shard_bytes=40_000))

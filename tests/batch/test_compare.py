@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from moelight.batch import compare as compare_module
 from moelight.batch.compare import CompareOptions, Comparison, Estimated, compare_models
 from moelight.core.errors import ConfigError, InputError, StorageError
+from moelight.engine.options import EngineOptions
 from tests.cli.program import moelight_inside
 from tests.tiny import hf_model, save_tiny
 
@@ -56,9 +57,9 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def compare(model: Path, reference: Path, prompts: Path, **inputs: Any) -> Comparison:
-    planning = {"host_memory": "200MiB", "batch_size": 2, "micro_batch_size": 1}
+    engine = EngineOptions(host_memory=200 << 20, batch_size=2, micro_batch_size=1)
     return compare_models(
-        CompareOptions(model=str(model), reference=str(reference), prompts=prompts, planning=planning, **inputs)
+        CompareOptions(model=str(model), reference=str(reference), prompts=prompts, engine=engine, **inputs)
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from moelight import __version__
 from moelight.cli.generate import JobArguments, read_options
 from moelight.core.schedule import Lane
+from moelight.engine.options import EngineOptions
 from tests.cli.program import PLANNED, ROOT, moelight, read_rows, write_prompts
 from tests.cli.program import moelight_inside as run
 
@@ -276,7 +277,7 @@ def test_how_schemas_are_handled_where_a_row_does_not_say(tmp_path: Path) -> Non
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "uniqueItems": true}')
     arguments = JobArguments(prompts=tmp_path / "x.jsonl", json_schema=schema, strict=True, resamplings=0)
-    options = read_options(arguments, as_table=False)
+    options = read_options(arguments, EngineOptions(), as_table=False)
     outputs = options.sampling.structured_outputs
     assert outputs is not None and (outputs.strict, outputs.resamplings) == (True, 0)
     assert (options.strict, options.resamplings) == (True, 0)

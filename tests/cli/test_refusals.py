@@ -85,7 +85,7 @@ REFUSED = {
     ),
     "a policy and a budget": (
         "@/good.jsonl --policy @/policy.yaml --host-memory 1GiB",
-        ["--policy @/policy.yaml", "--host-memory 1GiB", "contradict"],
+        ["--policy @/policy.yaml", "--host-memory 1.0GiB", "contradict"],
     ),
     "a policy of experts with an error": (
         "@/good.jsonl --expert-policy @/wrong.moe",

@@ -125,6 +125,6 @@ def test_jobs_run_with_the_options_of_the_server(tmp_path: Path, monkeypatch: py
         raise ConfigError("enough")
 
     monkeypatch.setattr("moelight.serve.jobs.generate_command", end)
-    inputs = ["--max-tokens", "7", "--kv-dtype", "int8", "--activations", "int8", "--device", "cpu"]
+    inputs = ["--max-tokens", "7", "--device", "cpu", "--kv-dtype", "int8", "--activations", "int8"]
     moelight_inside("serve-batch", "--model", "demo", "--watch", tmp_path, *inputs)
     assert handed_on == [inputs]

@@ -18,7 +18,8 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine import planning
 from moelight.engine.engine import Engine
-from moelight.engine.model import EngineOptions, LazyModel
+from moelight.engine.model import LazyModel
+from moelight.engine.options import EngineOptions
 from moelight.engine.planning import resolve_residents
 from moelight.hrm.footprint import footprint, ring_slots
 from moelight.hrm.placement import place_pages

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moelight.core.dtypes import dtype_named
+from moelight.engine.options import EngineOptions
 from moelight.engine.planning import plan_for, resolve
 from moelight.optimizer import optimize as planner
 from moelight.optimizer.api import optimize
@@ -58,10 +59,8 @@ def test_the_engine_plans_what_optimize_recommends(machine: str, model: str, mon
         model,
         cast(OpenCheckpoint, source),
         Machine(device=torch.device("cpu"), discrete=discrete, twin=discrete, bf16=gpu is None or gpu.bfloat16),
-        hw=machine,
-        host_memory=limits["host"],
-        device_memory=limits.get("device"),
-        workload=work,
+        EngineOptions(hw=machine, host_memory=limits["host"], device_memory=limits.get("device")),
+        work,
     )
     assert recommended.runs
     assert planned.policy == recommended.policy == resolve(planned.policy, profile, discrete=discrete)

@@ -11,6 +11,7 @@ import pytest
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.engine.engine import Engine
+from moelight.engine.options import EngineOptions
 from moelight.engine.planning import plan_for, resolve
 from moelight.hrm import costs
 from moelight.profiles.families import profile_from_dir
@@ -74,7 +75,7 @@ def test_the_least_memory_is_that_of_a_few_pages(device: str, tiny: Tiny) -> Non
         assert answers(engine.generate(PROMPTS, SAMPLING)) == truth(model)
     with pytest.raises(BudgetError, match=r"too small for .* at least"):
         of = str(model), open_checkpoint(str(model)), find_machine(device)
-        plan_for(*of, workload=WORK, schedule="serial", **least)  # type: ignore[arg-type]
+        plan_for(*of, EngineOptions(schedule="serial", **least), WORK)
 
 
 def test_a_ring_that_cannot_be_is_refused_by_name(tiny: Tiny) -> None:

@@ -14,6 +14,7 @@ import yaml
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
+from moelight.engine.options import EngineOptions
 from moelight.engine.planning import hardware_for, plan_for, resolve
 from moelight.optimizer.api import optimize
 from moelight.optimizer.runnable import policy_faults
@@ -140,15 +141,8 @@ def test_of_several_gpus_one_is_planned_for(tmp_path: Path) -> None:
     source = open_checkpoint("demo")
 
     def planned(hw: str) -> float:
-        plan = plan_for(
-            "demo",
-            source,
-            find_machine("twin"),
-            hw=hw,
-            host_memory=2 << 30,
-            device_memory=1 << 30,
-            workload=WORK,
-        )
+        options = EngineOptions(hw=hw, host_memory=2 << 30, device_memory=1 << 30)
+        plan = plan_for("demo", source, find_machine("twin"), options, WORK)
         assert plan.runs and plan.policy.gpus == 1
         assert plan.use_of("device").capacity_bytes == 1 << 30
         return plan.estimate.tokens_per_s

@@ -467,7 +467,7 @@ class EngineWorker:
             from moelight.runtime.measure import available_bytes
 
             options = replace(options, host_memory=int(FREE_SHARE * available_bytes() * self._memory_share))
-        return model, model.plan(options, setup.workload)
+        return model, model.plan(options, setup.workload, options.policy)
 
     def _take_cores(self) -> None:
         if self._cores is None or not hasattr(os, "sched_setaffinity"):
