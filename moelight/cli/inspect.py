@@ -79,9 +79,9 @@ def least_bytes(question: ask.Question) -> dict[str, int]:
     for tier in _NEEDED:
         if question.hardware.tier(tier) is None:
             continue
-        limits, constraints = {**question.limits, tier: 1}, {**question.constraints, "cache": False, "proof": False}
+        options = replace(question.options, limits={**question.options.limits, tier: 1}, cache=False, proof=False)
         try:
-            replace(question, limits=limits, constraints=constraints).plan()
+            replace(question, options=options).plan()
             least[tier] = 0
         except BudgetError as error:
             if error.tier == tier:

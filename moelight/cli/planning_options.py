@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ from moelight.core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from moelight.core.policy import Policy
+    from moelight.optimizer.options import PlanOptions
     from moelight.optimizer.plan import Plan
     from moelight.profiles.hardware import HardwareProfile
     from moelight.profiles.model import ModelProfile
@@ -24,7 +25,6 @@ AUTO = "auto"
 CHOOSE = "choose"
 DEFAULT_WORKLOAD = "mtbench"
 DEMO = "demo"
-ESTIMATORS = ("calibrated", "paper")
 LIMITS = {"device": "device_memory", "host": "host_memory", "disk": "disk"}  # options by tier
 FIGURES = ("prompt_len", "max_prompt_len", "gen_len", "num_requests")
 DTYPE_KEYS = ("weight_dtype", "kv_dtype")
@@ -62,7 +62,7 @@ class PlanningOptions:
     max_prompt_len: int | None = option("Number of tokens of the longest prompt.", min=1)
     gen_len: int | None = option("Number of tokens to generate per prompt.", min=1)
     num_requests: int | None = option("Number of prompts.", min=1)
-    estimator: str = option("Cost model: calibrated, or paper for the published formulas.", default=ESTIMATORS[0])
+    estimator: str = option("Cost model: calibrated, or paper for the published formulas.", default="calibrated")
     device_memory: str | None = option("Maximum memory per GPU, e.g. 10GiB.", metavar="SIZE")
     host_memory: str | None = option("Maximum host memory, e.g. 64GiB.", metavar="SIZE")
     disk: str | None = option("Maximum disk space; 0 disables offloading to disk.", metavar="SIZE")
@@ -88,32 +88,27 @@ class PlanningOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """One planning problem: machine, model and workload, with their names.
-
-    ``limits`` are bytes by tier (0: the tier is unused); ``constraints`` are further arguments of `make_plan`.
-    """
+    """One planning problem: machine, model and workload, with their names."""
 
     hardware: HardwareProfile
     model: ModelProfile
     name: str
     workload: Workload
     workload_name: str
-    limits: Mapping[str, int]
-    constraints: Mapping[str, Any]
+    options: PlanOptions
 
     def plan(self) -> Plan:
         """Return the best plan; raises BudgetError if no policy fits the memory."""
         from moelight.optimizer.optimize import make_plan
 
-        return make_plan(
-            self.hardware, self.model, self.workload, name=self.name, limits=self.limits, **self.constraints
-        )
+        return make_plan(self.hardware, self.model, self.workload, self.options, name=self.name)
 
 
 def read_question(model: str, asked: PlanningOptions) -> Question:
     """Return the question that the options describe; they are validated before a machine is measured."""
     from moelight.optimizer.allowed import KV8, WEIGHTS, allowed_caches, allowed_weights, parse_allowed
     from moelight.optimizer.fixed_values import check_fixes, parse_fixes
+    from moelight.optimizer.options import ESTIMATORS, PlanOptions
 
     if asked.estimator not in ESTIMATORS:
         hint = did_you_mean(asked.estimator, ESTIMATORS)
@@ -151,13 +146,14 @@ def read_question(model: str, asked: PlanningOptions) -> Question:
         name=model,
         workload=workload,
         workload_name=workload_name,
-        limits=limits,
-        constraints={
-            "estimator": asked.estimator,
-            "fix": fixes,
-            **{f"{key}s": names for key, names in dtypes.items()},
-            "cache": not asked.no_cache,
-        },
+        options=PlanOptions(
+            estimator=asked.estimator,
+            limits=limits,
+            fix=fixes,
+            weight_dtypes=dtypes["weight_dtype"],
+            kv_dtypes=dtypes["kv_dtype"],
+            cache=not asked.no_cache,
+        ),
     )
 
 

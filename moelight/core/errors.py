@@ -77,6 +77,13 @@ def quoted(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
+def refuse_unknown(values: Iterable[str], names: Sequence[str]) -> None:
+    """Raise ConfigError for the first of the keywords ``values`` that is none of ``names``."""
+    for name in values:
+        if name not in names:
+            raise ConfigError(f"{name!r} is no option here{did_you_mean(name, names)}")
+
+
 def did_you_mean(word: str, known_names: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the known word closest to ``word``, or an empty string."""
     near = difflib.get_close_matches(word, list(known_names), n=1, cutoff=0.6 if len(word) > _SHORT_WORD else 0.5)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.errors import refuse_unknown
 from moelight.core.units import parse_bytes
 from moelight.experts.options import ExpertOptions
 
@@ -52,10 +52,7 @@ class RunOptions:
     def changed(self: _Options, values: Mapping[str, Any]) -> _Options:
         """Return the options with ``values``, by name; None of ``experts`` is the default. Raises ConfigError for an
         unknown name, and for text that is no size of memory."""
-        names = [option.name for option in fields(self)]
-        for name in values:
-            if name not in names:
-                raise ConfigError(f"{name!r} is no option here{did_you_mean(name, names)}")
+        refuse_unknown(values, [option.name for option in fields(self)])
         sizes = {
             name: parse_bytes(values[name], label=name)
             for name in ("host_memory", "device_memory")

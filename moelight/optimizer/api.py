@@ -5,15 +5,16 @@ Does not measure a machine: ``auto`` exists only on the command line and in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
 
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, refuse_unknown
 from moelight.core.policy import Policy
 from moelight.core.timeline import Timeline
 from moelight.optimizer import optimize as planner
 from moelight.optimizer.fixed_values import parse_fixes
+from moelight.optimizer.options import PlanOptions
 from moelight.optimizer.plan import Plan
-from moelight.optimizer.problem import Fixed
 from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.model import ModelProfile
@@ -27,12 +28,7 @@ def optimize(
     workload: Workload | str = "mtbench",
     *,
     name: str | None = None,
-    estimator: str = "calibrated",
-    limits: Mapping[str, int] | None = None,
-    fix: Mapping[str, Fixed] | None = None,
-    weight_dtypes: tuple[str, ...] = ("auto",),
-    kv_dtypes: tuple[str, ...] = ("auto",),
-    cache: bool = True,
+    **options: Any,
 ) -> Plan:
     """The plan with the most tokens per second for ``model`` on ``hardware``.
 
@@ -41,12 +37,7 @@ def optimize(
         model: a profile, its name, its file, or a directory with a ``config.json``.
         workload: a workload, its name or its file.
         name: the model's name in the policy; default: ``model`` if that is text, else the profile's name.
-        estimator: ``calibrated``, the cost of the engine's own passes, or ``paper``, the published formulas.
-        limits: usable bytes by tier (``device`` of one GPU, ``host``, ``disk``; 0: none), where not the whole tier.
-        fix: parts of the policy, by the keys of ``--fix`` (``{"attention": "cpu", "weights.device": 0.1}``).
-        weight_dtypes: allowed dtypes of the experts; ``auto`` is the model's own.
-        kv_dtypes: allowed dtypes of the KV cache; ``auto`` is the model's own.
-        cache: whether a stored plan of equal inputs may be returned.
+        options: by name, the fields of `PlanOptions`, such as ``limits={"host": 16 << 30}``.
 
     Returns:
         The policy with its predicted speed, memory use and proven bound.
@@ -55,17 +46,15 @@ def optimize(
         ConfigError: an unknown name (the nearest is named), or fixed parts that contradict each other.
         BudgetError: nothing fits; names the missing bytes and a sufficient size.
     """
+    refuse_unknown(options, [option.name for option in fields(PlanOptions)])
+    asked = PlanOptions(**options)
+    fix = parse_fixes(f"{key}={value}" for key, value in asked.fix.items())
     return planner.make_plan(
         _hardware(hardware),
         _model(model),
         load_workload(workload) if isinstance(workload, str) else workload,
+        replace(asked, fix=fix),
         name=name or (model if isinstance(model, str) else model.name),
-        estimator=estimator,
-        limits=limits,
-        fix=parse_fixes(f"{key}={value}" for key, value in (fix or {}).items()),
-        weight_dtypes=weight_dtypes,
-        kv_dtypes=kv_dtypes,
-        cache=cache,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from moelight.core.dtypes import BFLOAT16, FLOAT16, DType, computed_in, dtype_named
-from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.costs import page_bytes
 from moelight.hrm.estimate import cost_model_of, estimate
@@ -21,16 +21,16 @@ from moelight.hrm.workload_model import cache_tokens, cached_sequences
 from moelight.optimizer.bound import least_seconds
 from moelight.optimizer.explain import explain_policy, infeasible_error, what_if
 from moelight.optimizer.fixed_values import check_extent, check_fixes
+from moelight.optimizer.options import PlanOptions
 from moelight.optimizer.placement import Solution
 from moelight.optimizer.plan import Plan, TierUse, key_of, store_plan, stored_plan
-from moelight.optimizer.problem import COUNTS, Fixed, Problem
+from moelight.optimizer.problem import COUNTS, Problem
 from moelight.optimizer.runnable import why_not
 from moelight.optimizer.search import AS_GOOD, search
 from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
-ESTIMATORS = ("calibrated", "paper")
 # The share of a tier without a user's limit that the operating system, a desktop and a driver take.
 SYSTEM_SHARE = {"host": 0.05, "device": 0.03}
 
@@ -39,28 +39,20 @@ def make_plan(
     hardware: HardwareProfile,
     model: ModelProfile,
     workload: Workload,
+    options: PlanOptions | None = None,
     *,
     name: str,
-    estimator: str = "calibrated",
-    limits: Mapping[str, int] | None = None,
-    fix: Mapping[str, Fixed] | None = None,
-    weight_dtypes: tuple[str, ...] = ("auto",),
-    kv_dtypes: tuple[str, ...] = ("auto",),
-    cache: bool = True,
-    proof: bool = True,
 ) -> Plan:
-    """The best plan for ``model``, called ``name``; arguments as in `moelight.optimizer.api.optimize`, ``proof`` as in
-    `best_plan`. Raises BudgetError if nothing fits, with the tier, the missing bytes and a sufficient size."""
-    if estimator not in ESTIMATORS:
-        raise ConfigError(
-            f"unknown estimator {estimator!r}{did_you_mean(estimator, ESTIMATORS)}; known: {', '.join(ESTIMATORS)}"
-        )
-    limits, fix = dict(limits or {}), dict(fix or {})
+    """The best plan for ``model``, called ``name``. Raises BudgetError if nothing fits, with the tier, the missing
+    bytes and a sufficient size."""
+    options = options or PlanOptions()
+    estimator, limits, fix = options.estimator, options.limits, dict(options.fix)
     check_fixes(fix, has_gpu=hardware.tier("device") is not None)
     if "gpus" in fix:
         hardware = with_gpus(hardware, int(fix.pop("gpus")))
-    key = key_of(hardware, model, workload, name, estimator, limits, fix, weight_dtypes, kv_dtypes)
-    plan = stored_plan(key) if cache else None
+    dtypes = options.weight_dtypes, options.kv_dtypes
+    key = key_of(hardware, model, workload, name, estimator, limits, fix, *dtypes)
+    plan = stored_plan(key) if options.cache else None
     if plan is None:
         began_s = time.perf_counter()
         if estimator == "paper":
@@ -78,13 +70,13 @@ def make_plan(
                 workload=workload,
                 capacity_bytes=capacities(hardware, limits),
                 dtype=compute_dtype(model, hardware),
-                weight_dtypes=weight_dtypes,
-                kv_dtypes=kv_dtypes,
+                weight_dtypes=options.weight_dtypes,
+                kv_dtypes=options.kv_dtypes,
                 fixed=fix,
             )
-            plan = best_plan(problem, hardware, limits, proof=proof)
+            plan = best_plan(problem, hardware, limits, proof=options.proof)
         plan = replace(plan, solve_s=time.perf_counter() - began_s)
-        if cache and proof:
+        if options.cache and options.proof:
             store_plan(key, plan)
     gpu = hardware.processor("gpu")
     policy = replace(plan.policy, gpus=gpu.count if gpu is not None and plan.policy.discrete else 1)

@@ -14,6 +14,7 @@ from benchmarks.random_questions import question
 from benchmarks.sampled_policies import Sampled, drawn, every_setting
 from moelight.hrm.machine_model import Speeds, Unit, speeds_of
 from moelight.optimizer.optimize import make_plan
+from moelight.optimizer.options import PlanOptions
 from moelight.optimizer.problem import Problem
 from moelight.optimizer.search import search
 from moelight.profiles.hardware import load_hardware_profile
@@ -86,9 +87,8 @@ def test_a_faster_link_does_not_slow_the_processor_that_shares_its_memory() -> N
     for rate in (12.5e9, 25e9, 50e9):
         links = tuple(replace(link, bandwidth_bytes_per_s=rate) for link in machine.links)
         linked = replace(machine, links=links)
-        plan = make_plan(
-            linked, model, work, name="m", fix={"attention_device": "cpu", "schedule": "module"}, cache=False
-        )
+        options = PlanOptions(fix={"attention_device": "cpu", "schedule": "module"}, cache=False)
+        plan = make_plan(linked, model, work, options, name="m")
         result.append(plan.estimate.tokens_per_s)
         assert speeds_of(linked).h2d == pytest.approx(0.78 * rate)
     assert result[0] <= result[1] * 1.001 <= result[2] * 1.002

@@ -13,6 +13,7 @@ from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.paths import cache_directory
 from moelight.optimizer import optimize
 from moelight.optimizer.optimize import make_plan
+from moelight.optimizer.options import PlanOptions
 from moelight.optimizer.plan import Plan, key_of, plan_as_dict, store_plan, stored_plan
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
@@ -31,8 +32,8 @@ def plan(hardware: str, model: str, workload: Workload | None = None, **changes:
         load_hardware_profile(hardware),
         load_model_profile(model),
         workload or load_workload("mtbench"),
+        PlanOptions(**changes),  # type: ignore[arg-type]
         name=model,
-        **changes,  # type: ignore[arg-type]
     )
 
 

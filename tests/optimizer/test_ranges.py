@@ -9,6 +9,7 @@ import pytest
 from moelight.core.errors import UserError
 from moelight.optimizer import bound
 from moelight.optimizer.optimize import make_plan
+from moelight.optimizer.options import PlanOptions
 from moelight.profiles.hardware import HardwareProfile, Link, Processor, Tier
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import MOST_REQUESTS, Workload, load_workload
@@ -45,18 +46,25 @@ def test_the_slowest_and_fastest_machines_are_planned_for(which: int, gpu: float
     """Every two of the bandwidths, the peak of the GPU and that of the CPU, together."""
     bandwidths, cpu = BANDWIDTHS[which], PEAKS[(which + PEAKS.index(gpu)) % 2]
     work = Workload(num_requests=100, prompt_len=77, max_prompt_len=418, gen_len=16)
-    plan = make_plan(machine(bandwidths, (gpu, cpu)), load_model_profile("mixtral"), work, name="m", cache=False)
+    plan = make_plan(
+        machine(bandwidths, (gpu, cpu)), load_model_profile("mixtral"), work, PlanOptions(cache=False), name="m"
+    )
     assert 0 < plan.estimate.tokens_per_s < 1e12
 
 
 def test_the_most_gpus_and_the_most_requests_are_planned_for_or_refused() -> None:
     model, work = load_model_profile("mixtral"), load_workload("mtbench")
-    plan = make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12), count=4096), model, work, name="m", cache=False)
+    plan = make_plan(
+        machine((1e11, 1e12, 1e10), (1e14, 1e12), count=4096), model, work, PlanOptions(cache=False), name="m"
+    )
     assert plan.estimate.tokens_per_s > 0
     maximum = Workload(num_requests=MOST_REQUESTS, prompt_len=77, max_prompt_len=418, gen_len=64)
     assert (
-        make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, maximum, name="m", cache=False).policy.kv_tokens > 0
+        make_plan(
+            machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, maximum, PlanOptions(cache=False), name="m"
+        ).policy.kv_tokens
+        > 0
     )
     far = Workload(num_requests=MOST_REQUESTS, prompt_len=1 << 24, max_prompt_len=1 << 24, gen_len=1 << 24)
     with pytest.raises(UserError, match="more than can be planned for"):
-        make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, far, name="m", cache=False)
+        make_plan(machine((1e11, 1e12, 1e10), (1e14, 1e12)), model, far, PlanOptions(cache=False), name="m")

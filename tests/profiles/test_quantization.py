@@ -19,6 +19,7 @@ from moelight.formats.mxfp4 import mxfp4
 from moelight.hrm import costs
 from moelight.hrm.inventory import inventory
 from moelight.optimizer.optimize import make_plan
+from moelight.optimizer.options import PlanOptions
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.hf_config import HFConfig
@@ -245,10 +246,10 @@ def test_commands_count_what_nothing_runs_yet(tmp_path: Path, capsys: pytest.Cap
 def test_a_plan_reckons_with_stored_bytes() -> None:
     """On a T4, where the link binds: 4.2 bits instead of 16."""
     hardware, work = load_hardware_profile("t4"), load_workload("mtbench")
-    fix = {"schedule": "cgopipe", "attention_device": "gpu", "ffn_device": "gpu", "batch_size": 64}
+    fixed = {"schedule": "cgopipe", "attention_device": "gpu", "ffn_device": "gpu", "batch_size": 64}
+    options = PlanOptions(fix=fixed, cache=False, proof=False)
     plans = [
-        make_plan(hardware, profile(released("qwen3-30b"), inputs), work, name="x", fix=fix, cache=False, proof=False)
-        for inputs in (None, GPTQ)
+        make_plan(hardware, profile(released("qwen3-30b"), inputs), work, options, name="x") for inputs in (None, GPTQ)
     ]
     original, stored = plans
     assert original.why_not == stored.why_not == ()
