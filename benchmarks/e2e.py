@@ -143,10 +143,11 @@ def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = 
     from moelight.core.dtypes import dtype_named
     from moelight.hrm import costs
     from moelight.hrm.estimate import flops_per_token
+    from moelight.models.graph.profile import profile_of_directory
     from moelight.profiles.model_files import load_model_profile
 
     alive = alive or batch
-    model = load_model_profile(str(work.model))
+    model = load_model_profile(str(work.model), profile_of_directory)
     dtype = dtype_named(model.dtype)
     flops = flops_per_token(model)
     touched = 1 - (1 - model.router.top_k / model.experts.num_experts) ** alive

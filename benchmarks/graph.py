@@ -34,7 +34,6 @@ from make_checkpoint import make_shape
 from pipeline_sections.direct import direct_rate
 from pipeline_sections.setting import Setting, limits_memory, started
 
-from moelight.models.graph.profile import know_other_families
 from moelight.runtime.measure import processor_name
 
 NATIVE = ("mixtral-0p9b", "qwen3moe-0p9b", "olmoe-0p9b")
@@ -57,7 +56,6 @@ _PROVE = "import pathlib, sys; from moelight.models.graph.self_test import prove
 def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads)
-    know_other_families()
     sections: dict[str, Callable[[Setting], dict[str, Any]]] = {"native": native, "disk": disk, "peers": peers}
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=args.scratch) as made:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moelight.core.policy import Policy
     from moelight.core.request import Completion, SamplingParams
+    from moelight.engine.api import optimize, simulate
     from moelight.engine.engine import Engine
     from moelight.integrations.transformers import attach, auto_attach
-    from moelight.optimizer.api import optimize, simulate
     from moelight.optimizer.plan import Plan
     from moelight.profiles.policy_files import load_policy
     from moelight.profiles.workload import Workload
@@ -43,16 +43,14 @@ _MODULES = {
     "attach": "moelight.integrations.transformers",
     "auto_attach": "moelight.integrations.transformers",
     "load_policy": "moelight.profiles.policy_files",
-    "optimize": "moelight.optimizer.api",
-    "simulate": "moelight.optimizer.api",
+    "optimize": "moelight.engine.api",
+    "simulate": "moelight.engine.api",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'moelight' has no attribute {name!r}")
-    if name in ("optimize", "simulate"):  # which plan for families that the engine does not run
-        importlib.import_module("moelight.models.graph.profile").know_other_families()
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 

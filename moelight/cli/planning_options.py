@@ -195,15 +195,14 @@ def load_machine(hw: str, model: str) -> HardwareProfile:
 
 def load_model(model: str) -> ModelProfile:
     """Return the profile of a known model, of a directory's ``config.json``, or of ``demo``, the bundled model."""
-    from moelight.models.graph.profile import know_other_families
+    from moelight.models.graph.profile import profile_of_directory
     from moelight.profiles.model_files import load_model_profile
 
-    know_other_families()
     if model == DEMO:
         from moelight.weights.source import resolve_model
 
         return load_model_profile(str(resolve_model(DEMO)))
-    return load_model_profile(model)
+    return load_model_profile(model, profile_of_directory)
 
 
 def _workload(asked: PlanningOptions) -> tuple[Workload, str]:

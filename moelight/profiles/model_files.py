@@ -115,17 +115,9 @@ NESTED_KEYS = {
 }
 
 
-_other_families: list[Callable[[Path], ModelProfile]] = []
-
-
-def read_other_families(reader: Callable[[Path], ModelProfile]) -> None:
-    """Let ``reader`` give the profile of a directory whose family is none of `FAMILIES`."""
-    _other_families[:] = [reader]
-
-
-def load_model_profile(name_or_path: str) -> ModelProfile:
+def load_model_profile(name_or_path: str, others: Callable[[Path], ModelProfile] = profile_from_dir) -> ModelProfile:
     """The profile of a named model, of a YAML file, of a GGUF file, or of the checkpoint in a directory (also of its
-    config.json).
+    config.json), which ``others`` reads if its family is none of `FAMILIES`.
 
     Names take precedence over directories. Raises CheckpointError if a directory has no readable ``config.json``.
     """
@@ -134,8 +126,7 @@ def load_model_profile(name_or_path: str) -> ModelProfile:
         return open_gguf(path).profile
     if path.is_dir():
         family = HFConfig.from_file(path / "config.json").find("model_type")
-        others = isinstance(family, str) and family not in FAMILIES and _other_families
-        return others[0](path) if others else profile_from_dir(path)
+        return others(path) if isinstance(family, str) and family not in FAMILIES else profile_from_dir(path)
     name, config = _read(path)
     return profile_from_config(HFConfig(config, where=str(path)), name=name)
 

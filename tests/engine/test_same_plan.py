@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from moelight.core.dtypes import dtype_named
+from moelight.engine.api import optimize
 from moelight.engine.options import EngineOptions
 from moelight.engine.planning import plan_for, resolve
 from moelight.optimizer import optimize as planner
-from moelight.optimizer.api import optimize
 from moelight.optimizer.problem import Problem
 from moelight.optimizer.search import Solution
 from moelight.profiles.files import profile_names

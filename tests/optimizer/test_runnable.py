@@ -14,9 +14,9 @@ import yaml
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
+from moelight.engine.api import optimize
 from moelight.engine.options import EngineOptions
 from moelight.engine.planning import hardware_for, plan_for, resolve
-from moelight.optimizer.api import optimize
 from moelight.optimizer.runnable import policy_faults
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.hardware_text import hardware_profile_text

@@ -27,7 +27,6 @@ from moelight.profiles.model import (
     RouterSpec,
     StoredTensor,
 )
-from moelight.profiles.model_files import read_other_families
 from moelight.profiles.names import TensorNames
 from moelight.profiles.quantization import read_quantization, with_stored
 from moelight.profiles.rope import stretched_positions
@@ -48,13 +47,8 @@ _DTYPE = "bfloat16"  # of a checkpoint whose config names none
 _NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0)
 
 
-def know_other_families() -> None:
-    """Let transformers say what a ``config.json`` of any family means that is none of `profiles.families`."""
-    read_other_families(profile_of_directory)
-
-
 def profile_of_directory(directory: Path) -> ModelProfile:
-    """The profile of ``directory/config.json`` by its module graph.
+    """The profile of ``directory/config.json``, of any family, by its module graph: a reader for `load_model_profile`.
 
     Raises:
         ConfigError: transformers is missing or does not know the family, or the graph is not served.

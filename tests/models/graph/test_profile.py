@@ -18,8 +18,7 @@ from moelight.core.dtypes import BFLOAT16
 from moelight.core.errors import ConfigError
 from moelight.hrm import costs
 from moelight.hrm.inventory import Inventory, inventory
-from moelight.models.graph.profile import know_other_families, profile_of, profile_of_directory
-from moelight.profiles import model_files
+from moelight.models.graph.profile import profile_of, profile_of_directory
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
@@ -39,12 +38,6 @@ def of_config(config: dict[str, Any]) -> ModelProfile:
     from moelight.models.graph.model import GraphModel, on_meta
 
     return profile_of(GraphModel(on_meta(AutoConfig.for_model(**config))), name="it", where="config.json")
-
-
-@pytest.fixture
-def other_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "_other_families", [])
-    know_other_families()
 
 
 @functools.cache
@@ -157,21 +150,19 @@ def test_layers_keep_what_their_mixers_keep() -> None:
     assert costs.state_bytes(opaque)[1] > 0
 
 
-@pytest.mark.usefixtures("other_families")
 def test_a_directory_of_any_family_is_planned_for(tmp_path: Path) -> None:
-    from moelight.optimizer.api import optimize, simulate
+    from moelight.engine.api import optimize, simulate
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 1000}
     position = directory(tmp_path, model_type="minimax_m2", num_local_experts=8, **sizes)
-    model = load_model_profile(str(position / "config.json"))
-    assert model == load_model_profile(str(position))
+    model = load_model_profile(str(position / "config.json"), profile_of_directory)
+    assert model == load_model_profile(str(position), profile_of_directory)
     assert (model.model_type, model.num_layers, model.experts.num_experts) == ("minimax_m2", 4, 8)
     plan = optimize("cpu-amx", model, cache=False)
     assert plan.estimate.tokens_per_s > 0
     assert simulate(plan, model=model).spans
 
 
-@pytest.mark.usefixtures("other_families")
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -190,19 +181,18 @@ def test_a_directory_of_any_family_is_planned_for(tmp_path: Path) -> None:
 )
 def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
-        load_model_profile(str(directory(tmp_path, **config)))
+        profile_of_directory(directory(tmp_path, **config))
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.usefixtures("other_families")
 def test_a_quantised_checkpoint_of_another_family_is_counted(tmp_path: Path) -> None:
     """Matrices alone: not the convolutions and decays of linear attention, whose sizes no group divides."""
     config = config_of("qwen3_next").to_dict()
     config |= {"num_hidden_layers": 4, "layer_types": None, "dtype": "bfloat16", "vocab_size": 96}
-    original = load_model_profile(str(directory(tmp_path, **config)))
+    original = profile_of_directory(directory(tmp_path, **config))
     config["quantization_config"] = {"quant_method": "gptq", "bits": 8, "group_size": 64}
-    result = load_model_profile(str(directory(tmp_path, **config)))
+    result = profile_of_directory(directory(tmp_path, **config))
     assert result.stored is not None and result.stored.name == "GPTQ int8 in groups of 64"
     assert 0.5 < inventory(result).total_bytes / inventory(original).total_bytes < 0.6
     assert not any("conv1d" in name for name, *_ in result.stored.dense)

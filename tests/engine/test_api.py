@@ -10,7 +10,7 @@ import moelight
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane, TaskKind
-from moelight.optimizer.api import optimize, simulate
+from moelight.engine.api import optimize, simulate
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
