@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from moelight.batch.convert import ConvertOptions, convert_checkpoint
+from moelight.convert.checkpoint import ConvertOptions, convert_checkpoint
 from moelight.formats.compressed_tensors import ROUNDED, Rounding
 from moelight.weights.source import Checkpoint, resolve_model
 

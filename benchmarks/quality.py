@@ -27,7 +27,7 @@ from gguf_files import LlamaCpp, add_llamacpp, llamacpp_of
 from gguf_tokens import PROBLEMS, RANDOM, TRAINED
 from make_checkpoint import make_shape
 
-from moelight.batch.compare import CompareOptions, compare_models
+from moelight.convert.compare import CompareOptions, compare_models
 from moelight.core.policy import INT8
 from moelight.engine.options import EngineOptions
 from moelight.engine.tokenizer import Tokenizer

@@ -21,10 +21,10 @@ from common import Facts, Generate, Ids, Task, serve
 from moelight import Engine, SamplingParams, Workload
 from moelight.core.policy import INT8
 from moelight.core.units import parse_bytes
-from moelight.engine import checkpoints
 from moelight.engine.engine import requests_from
 from moelight.engine.options import EngineOptions
 from moelight.engine.planning import plan_for
+from moelight.models import checkpoints
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from moelight.batch.compare import Comparison, Estimated
+    from moelight.convert.compare import Comparison, Estimated
 
 
 @with_options()
@@ -45,8 +45,8 @@ def compare(
     likeliest tokens, and both perplexities, each with an interval over prompts. The models are loaded one after the
     other.
     """
-    from moelight.batch.compare import CompareOptions, compare_models
     from moelight.batch.output import STANDARD_OUTPUT
+    from moelight.convert.compare import CompareOptions, compare_models
     from moelight.engine.options import EngineOptions
     from moelight.optimizer.fixed_values import check_activations
 
@@ -56,6 +56,7 @@ def compare(
     check_activations(activations)
     check_output(output, as_json=as_json)
     say_missing_kernels()
+    memory: dict[str, Any] = {"host_memory": host_memory, "device_memory": device_memory}
     comparison = compare_models(
         CompareOptions(
             model=model,
@@ -63,13 +64,7 @@ def compare(
             prompts=prompts,
             format=format,
             space_bytes=parse_bytes(space, label="--space"),
-            engine=EngineOptions(
-                host_memory=host_memory,
-                device_memory=device_memory,
-                device=device,
-                kv_dtype=kv_dtype,
-                activations=activations,
-            ),
+            engine=EngineOptions(device=device, **memory, kv_dtype=kv_dtype, activations=activations),
         ),
         _tell,
     )

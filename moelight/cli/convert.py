@@ -13,7 +13,7 @@ from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import GB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from moelight.batch.convert import Converted
+    from moelight.convert.checkpoint import Converted
 
 _DENSE = ("keep", "int8")
 _EVERY_S = 10.0
@@ -50,7 +50,7 @@ def convert(
     Numbers are rounded to nearest, and written as compressed-tensors, which vLLM and transformers read; everything else
     is copied. Run again, the same command goes on where it was interrupted.
     """
-    from moelight.batch.convert import ConvertOptions, convert_checkpoint
+    from moelight.convert.checkpoint import ConvertOptions, convert_checkpoint
     from moelight.engine.options import EngineOptions
     from moelight.formats.compressed_tensors import GROUPS, ROUNDED, Rounding
 
@@ -76,8 +76,7 @@ def convert(
         engine=EngineOptions(device="cpu", host_memory=host_memory),
     )
     say_missing_kernels()
-    lines = _ProgressLine()
-    converted = convert_checkpoint(options, lines, _calibrating)
+    converted = convert_checkpoint(options, lines := _ProgressLine(), _calibrating)
     for name in converted.left_out:
         print(f"not copied: {name}", file=sys.stderr)
     print(end_words(converted, output, time.monotonic() - lines.began))

@@ -15,12 +15,12 @@ from typing import TypeVar
 from moelight.core.errors import CheckpointError, ConfigError, UserError
 from moelight.core.request import SamplingParams
 from moelight.engine.chat import TEMPLATE_DIRECTORY, TEMPLATE_FILE
-from moelight.engine.checkpoints import open_model
 from moelight.engine.model import LazyModel
 from moelight.engine.special_tokens import CONFIG
 from moelight.engine.tokenizer import TOKENIZER, Tokenizer
 from moelight.formats.format import Format
 from moelight.formats.registry import SUFFIXES
+from moelight.models.checkpoints import open_model
 from moelight.profiles.gguf import read_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization

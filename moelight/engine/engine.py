@@ -21,7 +21,6 @@ from moelight.core.units import format_bytes
 from moelight.engine.adaptation import PassAdaptation
 from moelight.engine.batcher import Batcher
 from moelight.engine.call_constraints import CallConstraints
-from moelight.engine.checkpoints import open_model
 from moelight.engine.constraints import Constraints
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
@@ -41,6 +40,7 @@ from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.profile import save_profile
 from moelight.hrm.footprint import kv_block_bytes
 from moelight.hrm.machine_model import Speeds
+from moelight.models.checkpoints import open_model
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.paging.arena import PinningError

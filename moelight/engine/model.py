@@ -121,8 +121,8 @@ class LazyModel:
     def plan(self, options: EngineOptions, workload: Workload, policy: Policy | None = None) -> PlannedModel:
         """Audit the checkpoint; return ``policy``, or the fastest for ``workload`` (BudgetError if none fits). A
         machine of which no profile is kept is measured first if the job is long enough to be worth it."""
-        from moelight.engine.checkpoints import open_model
         from moelight.engine.planning import measured_for, plan_for
+        from moelight.models.checkpoints import open_model
         from moelight.runtime.machine import find_machine
 
         source = open_model(self.name)

@@ -21,9 +21,9 @@ from moelight import __version__
 from moelight.core.errors import ConfigError, InputError, did_you_mean
 from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.chat import DEFAULT, Conversation, check_messages
-from moelight.engine.checkpoints import open_model
 from moelight.engine.options import AUTO, PLANNING
 from moelight.engine.tokenizer import Tokenizer
+from moelight.models.checkpoints import open_model
 from moelight.optimizer.fixed_values import check_activations, check_dtype
 from moelight.optimizer.plan import policy_as_dict
 from moelight.profiles.workload import Workload

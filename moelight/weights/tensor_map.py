@@ -82,7 +82,7 @@ class OpenCheckpoint:
 
 
 class OpenGraph(Protocol):
-    """The module graph of a family that is none of `profiles.families` (`engine.checkpoints`).
+    """The module graph of a family that is none of `profiles.families` (`models.checkpoints`).
 
     ``predicts``: its routers can be asked for experts of a later layer.
     """

@@ -16,12 +16,12 @@ from moelight.cli.main import main
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.engine.api import optimize
-from moelight.engine.checkpoints import open_model
 from moelight.engine.planning import resolve
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import speeds_of
 from moelight.kernels import native
 from moelight.kernels.gpu import serving
+from moelight.models.checkpoints import open_model
 from moelight.optimizer.plan import plan_as_dict
 from moelight.optimizer.runnable import activation_faults
 from moelight.profiles.hardware import load_hardware_profile

@@ -20,11 +20,11 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.core.schedule import Page
-from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
 from moelight.experts.options import ExpertOptions
 from moelight.experts.policy import DEFAULT_POLICY
 from moelight.hrm import costs
+from moelight.models.checkpoints import open_model
 from moelight.models.graph import self_test
 from moelight.models.graph.model import GraphModel, on_meta
 from tests.engine.graphs import HOW, ORDERS, SIZES, STREAMED, prompts, tokens

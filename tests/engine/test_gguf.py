@@ -12,8 +12,8 @@ from moelight.cli.main import main
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
-from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
+from moelight.models.checkpoints import open_model
 from tests.tiny import save_byte_tokenizer
 from tests.weights.gguf_files import CONFIGS, save_numbers, write_gguf
 

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
-from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
 from moelight.engine.experts import ExpertOptions
 from moelight.experts import predict
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy, PrefetchRules
 from moelight.kernels.gpu import serving
+from moelight.models.checkpoints import open_model
 from moelight.models.graph import self_test
 from moelight.models.graph.model import GraphModel
 from moelight.models.graph.self_test import Verdict

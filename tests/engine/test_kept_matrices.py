@@ -14,7 +14,6 @@ from torch import Tensor
 from moelight.core.dtypes import BFLOAT16, FLOAT32
 from moelight.core.policy import Policy, Shares
 from moelight.core.units import align_up
-from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
 from moelight.engine.planning import resolve
 from moelight.hrm import costs
@@ -22,6 +21,7 @@ from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.footprint import footprint
 from moelight.hrm.machine_model import speeds_of
 from moelight.kernels.quantized import StackedMatrix, dense_values
+from moelight.models.checkpoints import open_model
 from moelight.optimizer.explain import activations_text
 from moelight.optimizer.runnable import activation_faults
 from moelight.profiles.hardware import load_hardware_profile

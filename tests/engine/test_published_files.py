@@ -21,8 +21,8 @@ from torch import Tensor
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Shares
 from moelight.core.schedule import Page
-from moelight.engine.checkpoints import open_model
 from moelight.kernels import native
+from moelight.models.checkpoints import open_model
 from moelight.models.graph.self_test import tiny as shrunk
 from moelight.weights.load import PageReader
 from tests.engine.graphs import STREAMED, VOCABULARY, greedy, prompts, tokens

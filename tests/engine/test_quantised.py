@@ -18,12 +18,12 @@ from moelight.cli.main import main
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Page
-from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
 from moelight.kernels import native
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.models.checkpoints import open_model
 from moelight.models.moe import table_of
 from moelight.runtime import moe_ops
 from moelight.weights.load import PageReader

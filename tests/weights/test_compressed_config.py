@@ -24,7 +24,7 @@ from tests.weights.quantised import METHODS, quantise
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 OPEN = """
 import sys
-from moelight.engine.checkpoints import open_model
+from moelight.models.checkpoints import open_model
 opened = open_model(sys.argv[1])
 assert opened.weight_map.quantized is not None
 heavy = {"compressed_tensors", "accelerate", "transformers"} & set(sys.modules)

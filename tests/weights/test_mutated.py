@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
-from moelight.engine.checkpoints import open_model
 from moelight.formats.ggml import GGML_FORMATS
 from moelight.hrm.costs import dense_bytes
 from moelight.kernels.ffn import cpu_expert_ffn
+from moelight.models.checkpoints import open_model
 from moelight.models.quantized import QuantizedExperts
 from moelight.profiles.gguf_models import open_gguf
 from moelight.weights.boxes import AssembledInfo

@@ -58,7 +58,7 @@ class Reference(ABC):
 
 
 class Encoder(Reference):
-    """The functions of a format that values are rounded to (`kernels.rounding`): symmetric codes, scales by row."""
+    """The functions of a format that values are rounded to (`convert.rounding`): symmetric codes, scales by row."""
 
     code_dtype: torch.dtype
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moelight.batch import compare as compare_module
-from moelight.batch.compare import CompareOptions, Comparison, Estimated, compare_models
+from moelight.convert import compare as compare_module
+from moelight.convert.compare import CompareOptions, Comparison, Estimated, compare_models
 from moelight.core.errors import ConfigError, InputError, StorageError
 from moelight.engine.options import EngineOptions
 from tests.cli.program import moelight_inside

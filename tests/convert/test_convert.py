@@ -22,16 +22,16 @@ from compressed_tensors.utils.match import match_named_modules
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moelight.batch import convert as convert_module
-from moelight.batch.convert import RECORD, ConvertOptions, convert_checkpoint
+from moelight.convert import checkpoint as convert_module
+from moelight.convert.checkpoint import RECORD, ConvertOptions, convert_checkpoint
 from moelight.core.errors import CheckpointError, ConfigError, InputError, StorageError, UserError
-from moelight.engine.checkpoints import open_model
 from moelight.engine.experts import facts_of
 from moelight.experts.profile import ActivationProfile, save_profile
 from moelight.formats.compressed_tensors import Rounding
 from moelight.formats.format import SHAPE
 from moelight.hrm.inventory import inventory
 from moelight.kernels.quantized import row_blocks
+from moelight.models.checkpoints import open_model
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.quantization import Quantization, read_quantization

@@ -1,5 +1,5 @@
 """Numbers of a matrix rounded to a stored format: to the nearest code, ties to the even one. The inverse of
-`kernels.quantized` for the formats that `weights.conversion` writes.
+`kernels.quantized` for the formats that `convert.contents` writes.
 
 Shapes: R rows (outputs), C columns (inputs), G groups of columns. Quotients are float32, of the scale as it is stored;
 memory beyond the result is some megabytes.

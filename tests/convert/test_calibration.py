@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moelight.batch import convert as convert_module
-from moelight.batch.compare import CompareOptions, compare_models
-from moelight.batch.convert import LEAST_ROWS, RECORD, ConvertOptions, InputRows, convert_checkpoint
+from moelight.convert import checkpoint as convert_module
+from moelight.convert.checkpoint import LEAST_ROWS, RECORD, ConvertOptions, InputRows, convert_checkpoint
+from moelight.convert.compare import CompareOptions, compare_models
+from moelight.convert.rounding import round_matrix
 from moelight.core.errors import ConfigError, InputError
 from moelight.engine.options import EngineOptions
 from moelight.formats.compressed_tensors import Rounding
 from moelight.kernels.quantized import row_blocks
-from moelight.kernels.rounding import round_matrix
 from moelight.models.moe import Routed
 from tests.cli.program import moelight_inside
 from tests.tiny import save_tiny

@@ -29,11 +29,11 @@ from moelight.batch.rows import BadRow
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.request import Request, SamplingParams
 from moelight.core.units import GiB, format_bytes
-from moelight.engine.checkpoints import open_model
 from moelight.engine.engine import Engine
 from moelight.engine.options import EngineOptions
 from moelight.engine.output_processor import ScoreWatch
 from moelight.engine.tokenizer import Tokenizer
+from moelight.models.checkpoints import open_model
 from moelight.profiles.workload import Workload
 
 SPACE_BYTES = 8 * GiB

@@ -1,5 +1,5 @@
 """The contents of a checkpoint with rounded experts: its tensors, where their numbers come from, their places in
-shards. Names, shapes and bytes only; `batch.convert` reads, rounds and writes."""
+shards. Names, shapes and bytes only; `convert.checkpoint` reads, rounds and writes."""
 
 from __future__ import annotations
 

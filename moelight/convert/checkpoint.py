@@ -25,22 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moelight.batch.compare import CompareOptions, read_prompts, score_all
 from moelight.batch.output import refused_write
-from moelight.core.errors import CheckpointError, ConfigError, InputError, StorageError
-from moelight.core.paths import write_whole
-from moelight.core.small_files import read_bytes, read_error_text, read_object
-from moelight.core.units import GiB, MiB, format_bytes
-from moelight.engine.checkpoints import open_model
-from moelight.engine.experts import facts_of
-from moelight.engine.options import EngineOptions
-from moelight.experts.options import ExpertOptions
-from moelight.experts.profile import load_profile
-from moelight.formats.compressed_tensors import Rounding, rounding_config
-from moelight.kernels.rounding import round_matrix
-from moelight.models.moe import Routed
-from moelight.profiles.hf_config import QUANTISED_KEYS
-from moelight.weights.conversion import (
+from moelight.convert.compare import CompareOptions, read_prompts, score_all
+from moelight.convert.contents import (
     EXPERTS_TARGET,
     Chosen,
     ConversionPlan,
@@ -50,6 +37,19 @@ from moelight.weights.conversion import (
     experts_of,
     plan_conversion,
 )
+from moelight.convert.rounding import round_matrix
+from moelight.core.errors import CheckpointError, ConfigError, InputError, StorageError
+from moelight.core.paths import write_whole
+from moelight.core.small_files import read_bytes, read_error_text, read_object
+from moelight.core.units import GiB, MiB, format_bytes
+from moelight.engine.experts import facts_of
+from moelight.engine.options import EngineOptions
+from moelight.experts.options import ExpertOptions
+from moelight.experts.profile import load_profile
+from moelight.formats.compressed_tensors import Rounding, rounding_config
+from moelight.models.checkpoints import open_model
+from moelight.models.moe import Routed
+from moelight.profiles.hf_config import QUANTISED_KEYS
 from moelight.weights.source import INDEX, Checkpoint, TensorInfo, resolve_model
 from moelight.weights.stored_matrix import read_tensor
 

@@ -1,0 +1,1 @@
+"""Checkpoints made of checkpoints: rounded, calibrated on prompts, and compared with what they were made of."""
