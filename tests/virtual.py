@@ -144,9 +144,7 @@ class VirtualMachine:
         assert state.holds.get((needs, j)) == wanted, f"{task.name} finds {state.holds.get((needs, j))} in {needs}"
         alone = not self._layout.cpu_layers[task.layer]
         if task.kind is TaskKind.EXPERTS and state.shape.routed_only and not self._layout.discrete:
-            assert task.micro_batch < 0 or state.holds.get(("partial", j)) == wanted, (
-                f"{task.name} misses its other part"
-            )
+            assert task.serves_all or state.holds.get(("partial", j)) == wanted, f"{task.name} misses its other part"
         if task.kind is TaskKind.POST_ATTENTION or (task.kind is TaskKind.EXPERTS and alone):
             state.holds["hidden", j] = wanted + 1
         elif task.kind is TaskKind.COMBINE:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+ALL = -1  # in the place of a micro-batch, of which there are as many as a pass has
+
 
 class _Named(str, enum.Enum):
     __hash__ = str.__hash__  # Enum.__hash__ is ten times slower, and every pass does thousands of look-ups
@@ -45,7 +47,7 @@ class TaskKind(_Named):
     POST_ATTENTION = "post_attention"
     LAYERS = "layers"  # pre_attention, cpu_attention and post_attention of a micro-batch, layer after layer
     ROUTE = "route"  # post_attention up to the router, where the experts are tasks of their own
-    EXPERTS = "experts"  # the experts, on the compute unit, of one micro-batch or (-1) of all micro-batches
+    EXPERTS = "experts"  # the experts, on the compute unit, of one micro-batch or of all
     RESIDENT_EXPERTS = "resident_experts"  # the resident experts, while offloaded pages are transferred
     PREDICT_EXPERTS = "predict_experts"  # prediction of the experts of later layers
     SAMPLE = "sample"
@@ -98,14 +100,15 @@ class Task:
 
     ``deps`` are positions of earlier tasks in the schedule. ``bytes`` is the bytes transferred (0 for compute and for
     prefetch tasks; for tasks that fetch routed experts, the most that the placement can leave to transfer). ``slot`` is
-    the ring slot that a page task fills. ``experts``: the numbers of the experts that the task computes; None: of all.
-    ``layers``: those that the task computes, of which ``layer`` is the first; None: that one.
+    the ring slot that a page task fills. ``micro_batch`` is `ALL` for a task that serves all of them. ``experts``: the
+    numbers of the experts that the task computes; None: of all. ``layers``: those that the task computes, of which
+    ``layer`` is the first; None: that one.
     """
 
     kind: TaskKind
     lane: Lane
     layer: int = -1
-    micro_batch: int = -1
+    micro_batch: int = ALL
     layers: range | None = None
     page: Page | None = None
     slot: int = -1
@@ -114,6 +117,11 @@ class Task:
     deps: tuple[int, ...] = ()
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
+
+    @property
+    def serves_all(self) -> bool:
+        """True if the task is not that of one micro-batch."""
+        return self.micro_batch == ALL
 
     @property
     def name(self) -> str:

@@ -64,8 +64,8 @@ class PassCosts:
         self._known: dict[tuple[object, ...], TaskCost] = {}
 
     def __call__(self, task: Task) -> TaskCost:
-        load = self._loads[task.micro_batch] if task.micro_batch >= 0 else self._all
-        key = (task.kind, task.lane, task.layer, task.micro_batch < 0, load, task.bytes, task.experts, task.layers)
+        load = self._all if task.serves_all else self._loads[task.micro_batch]
+        key = (task.kind, task.lane, task.layer, task.serves_all, load, task.bytes, task.experts, task.layers)
         cost = self._known.get(key)
         if cost is None:
             cost = self._known[key] = self._priced(task, load)
@@ -94,7 +94,7 @@ class PassCosts:
             case TaskKind.POST_ATTENTION | TaskKind.ROUTE:
                 seconds = self._after_s(task, tokens)
             case TaskKind.EXPERTS:  # without a link, resident experts run before routed pages are read
-                early = self._routed_only and not cost_model.discrete and task.micro_batch >= 0
+                early = self._routed_only and not cost_model.discrete and not task.serves_all
                 seconds = self._experts_s(task, tokens) * (1.0 - resident_share * early)
             case TaskKind.RESIDENT_EXPERTS:
                 seconds = self._experts_s(task, tokens) * resident_share

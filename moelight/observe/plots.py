@@ -227,7 +227,7 @@ def _short(task: Task) -> str:
     """Return the name of the task's page, or the number of its micro-batch, or nothing."""
     if task.kind.moves_page and task.page is not None:
         return task.page.name
-    return str(task.micro_batch) if task.micro_batch >= 0 else ""
+    return "" if task.serves_all else str(task.micro_batch)
 
 
 def write_roofline(path: Path, roofline: Roofline) -> None:

@@ -189,7 +189,7 @@ class MoEOps:
 
     def _experts(self, task: Task, pass_pages: PassPages) -> None:
         """The task is one micro-batch without the experts left to the CPU, or the whole pass."""
-        if task.micro_batch < 0:
+        if task.serves_all:
             self._experts_of_pass(task, pass_pages)
             return
         mb = pass_pages.micro_batches[task.micro_batch]

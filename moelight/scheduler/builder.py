@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from moelight.core.schedule import Buffer, Lane, Page, Schedule, Task, TaskKind
+from moelight.core.schedule import ALL, Buffer, Lane, Page, Schedule, Task, TaskKind
 from moelight.hrm import costs
 from moelight.scheduler.layout import Layout, PassShape
 from moelight.scheduler.requirements import check_layout
 
 Buffers = tuple[str | Buffer, ...]  # one given by name is that of the task's micro-batch
-
-ALL = -1  # the "micro-batch" of a task that serves all micro-batches
 
 
 class ScheduleBuilder:
@@ -257,7 +255,7 @@ class ScheduleBuilder:
         """Record that ``task`` read the slots of ``layer`` and ``turn``; deliver the pages deferred until then."""
         read = layer, turn
         self._last_read[read] = task
-        self._reads[read] = self.count if self.tasks[task].micro_batch == ALL else self._reads.get(read, 0) + 1
+        self._reads[read] = self.count if self.tasks[task].serves_all else self._reads.get(read, 0) + 1
         if self._waiting and self._is_read(read):
             waiting, self._waiting = self._waiting, deque()
             for k in waiting:
