@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from moelight.batch.fields import FieldError, Input, RowContext, Skip
+from moelight.batch.fields import Input, RowContext, Skip
 from moelight.batch.rows import BadRow, Row, bad_row
 from moelight.batch.simple import PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
 from moelight.batch.source import LONGEST_LINE, InputSource
@@ -299,9 +299,9 @@ def _plain(name: str, scalar: Any) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        raise FieldError(f"{name} is not UTF-8", param=name, code="invalid_utf8") from None
+        raise InputError(f"{name} is not UTF-8", field=name, code="invalid_utf8") from None
     except (ValueError, OverflowError) as error:
-        raise FieldError(f"{name} cannot be read: {error}", param=name) from None
+        raise InputError(f"{name} cannot be read: {error}", field=name) from None
 
 
 def _damaged(source: InputSource, error: Exception) -> InputError:
@@ -313,13 +313,13 @@ def _value(name: str, text: str) -> Any:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise FieldError(f"{name} is not UTF-8", param=name, code="invalid_utf8") from None
+        raise InputError(f"{name} is not UTF-8", field=name, code="invalid_utf8") from None
     if name in _AS_TEXT or (name == "stop" and not text.startswith("[")):
         return text
     try:
         return json.loads(text.lower() if text.lower() in ("true", "false") else text)
     except ValueError as error:
-        raise FieldError(f"{name} is not JSON: {error}", param=name, code="invalid_json") from None
+        raise InputError(f"{name} is not JSON: {error}", field=name, code="invalid_json") from None
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from moelight.batch.model_names import ModelNames
-from moelight.batch.rows import BadRow, Row, RowFormat, bad_row
+from moelight.batch.rows import LONGEST_NAME, BadRow, Row, RowFormat, bad_row
 from moelight.batch.source import LONGEST_LINE, InputSource
 from moelight.core.errors import InputError, did_you_mean
 from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
@@ -20,7 +20,6 @@ Skip: TypeAlias = Callable[[int], bool]
 _MOST_KEPT, _LONGEST_KEPT = 1024, 4096
 # Far deeper than any schema, and shallow enough that later recursion over the values needs no guard.
 _DEEPEST = 100
-_LONGEST_NAME = 64
 
 
 class RowTokenizer(Protocol):
@@ -53,18 +52,10 @@ class RowContext:
     numbered: bool = False
 
 
-class FieldError(InputError):
-    """A row cannot be served because of the field ``param``."""
-
-    def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
-        super().__init__(message, code=code)
-        self.param = param if param is None else param[:_LONGEST_NAME]
-
-
-def unknown_field(name: str, known_names: Iterable[str]) -> FieldError:
+def unknown_field(name: str, known_names: Iterable[str]) -> InputError:
     """The error for a field that is not ``known_names``; it suggests the most similar known name."""
-    near = did_you_mean(name, known_names) if len(name) <= _LONGEST_NAME else ""
-    return FieldError(f"unknown field {name!r}{near}", param=name, code="unknown_field")
+    near = did_you_mean(name, known_names) if len(name) <= LONGEST_NAME else ""
+    return InputError(f"unknown field {name!r}{near}", field=name, code="unknown_field")
 
 
 class SamplingCache:
@@ -76,7 +67,7 @@ class SamplingCache:
         self._made: dict[str, SamplingParams] = {}
 
     def make(self, values: dict[str, Any]) -> SamplingParams:
-        """The defaults changed by ``values``; raises FieldError for a value that is wrong or out of range."""
+        """The defaults changed by ``values``; raises InputError for a value that is wrong or out of range."""
         if not values:
             return self._base
         outputs = values.get("structured_outputs")
@@ -86,28 +77,12 @@ class SamplingCache:
         key = repr(values)
         made = self._made.get(key)
         if made is None:
-            made = self._new(values)
+            made = SamplingParams.from_dict(values, base=self._base)
             if len(self._made) >= _MOST_KEPT:
                 self._made.clear()
             if len(key) <= _LONGEST_KEPT:
                 self._made[key] = made
         return made
-
-    def _new(self, values: dict[str, Any]) -> SamplingParams:
-        try:
-            return SamplingParams.from_dict(values, base=self._base)
-        except InputError as error:
-            raise FieldError(str(error), code=error.code, param=self._at_fault(values, str(error))) from None
-
-    def _at_fault(self, values: dict[str, Any], message: str) -> str | None:
-        """The field that alone causes the same error; None if several fields cause it together."""
-        for name, value in values.items():
-            try:
-                SamplingParams.from_dict({name: value}, base=self._base)
-            except InputError as error:
-                if str(error) == message:
-                    return name
-        return None
 
 
 class Input(ABC):
@@ -198,19 +173,19 @@ def read_row_object(raw: bytes, *, holding: str) -> dict[str, Any]:
 
 
 def read_custom_id(values: Mapping[str, Any]) -> str | None:
-    """The ``custom_id`` of a row; raises FieldError if it is not a string."""
+    """The ``custom_id`` of a row; raises InputError if it is not a string."""
     custom_id = values.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):
-        raise FieldError("custom_id must be a string", param="custom_id")
+        raise InputError("custom_id must be a string", field="custom_id")
     return custom_id
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation; raises FieldError if they are none."""
+    """The messages of a conversation; raises InputError if they are none."""
     try:
         return check_messages(messages)
     except InputError as error:
-        raise FieldError(str(error), param="messages", code=error.code) from None
+        raise InputError(str(error), field="messages", code=error.code) from None
 
 
 def are_token_ids(value: object) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from moelight.batch.fields import (
-    FieldError,
     LineReader,
     RowContext,
     are_token_ids,
@@ -162,7 +161,7 @@ class OpenAIReader(LineReader):
             if body is None:
                 raise _missing("body")
             if not isinstance(body, dict):
-                raise FieldError("body must be an object", param="body")
+                raise InputError("body must be an object", field="body")
             _check_names(body, _FIELDS[kind])
             asked = self._chat(body) if kind == CHAT else self._completion(body)
             return Row(
@@ -183,13 +182,13 @@ class OpenAIReader(LineReader):
     def _sampling(self, asked: _ParsedBody, body: dict[str, Any]) -> SamplingParams:
         try:
             sampling = self._samplings.make({**asked.defaults, **asked.sampling})
-        except FieldError as error:
-            if error.param == "max_tokens" and body.get("max_tokens") is None:
-                error.param = "max_completion_tokens"
+        except InputError as error:
+            if error.field == "max_tokens" and body.get("max_tokens") is None:
+                error.field = "max_completion_tokens"
             raise
         if sampling.n > 1 and sampling.n * len(asked.prompts) > MOST_SAMPLES:
             message = f"{len(asked.prompts):,} prompts and n {sampling.n:,} ask for more than {MOST_SAMPLES:,} answers"
-            raise FieldError(f"{message}; send them as several rows", param="n")
+            raise InputError(f"{message}; send them as several rows", field="n")
         return sampling
 
     def _chat(self, values: dict[str, Any]) -> _ParsedBody:
@@ -200,16 +199,16 @@ class OpenAIReader(LineReader):
         _constrain(sampling, body)
         tools = self._tools(body) if conversation.tools else None
         if tools is None and body.tool_choice not in (None, "none", "auto"):
-            raise FieldError("tool_choice needs tools", param="tool_choice")
+            raise InputError("tool_choice needs tools", field="tool_choice")
         if tools is not None and tools.forced and "structured_outputs" in sampling:
-            raise FieldError("a forced tool call cannot have another structure; send one of them", param="tool_choice")
+            raise InputError("a forced tool call cannot have another structure; send one of them", field="tool_choice")
         if body.max_completion_tokens is not None:
             if body.max_tokens not in (None, body.max_completion_tokens):
-                raise FieldError("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+                raise InputError("max_tokens and max_completion_tokens differ; send one of them", field="max_tokens")
             sampling["max_tokens"] = body.max_completion_tokens
         _check_logprobs("top_logprobs", body.top_logprobs)
         if body.top_logprobs and not body.logprobs:
-            raise FieldError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise InputError("top_logprobs needs logprobs to be true", field="top_logprobs")
         asked = (body.top_logprobs or 0) if body.logprobs else None
         if asked is not None:
             sampling["logprobs"] = asked
@@ -238,7 +237,7 @@ class OpenAIReader(LineReader):
             defaults["max_tokens"] = max(COMPLETION_TOKENS, body.min_tokens or 0)
         _constrain(sampling, body)
         if body.best_of is not None and body.best_of != (body.n or 1):
-            raise FieldError("best_of must be equal to n, or left out", param="best_of", code="unsupported_parameter")
+            raise InputError("best_of must be equal to n, or left out", field="best_of", code="unsupported_parameter")
         shown = body.prompt_logprobs is not None
         _check_logprobs("logprobs", body.logprobs)
         if body.logprobs is not None:
@@ -258,7 +257,7 @@ class OpenAIReader(LineReader):
             message, _, path = str(error).partition(" - at `$.")
             path = path.removesuffix("`")
             message = message.replace(" | null", "").replace("`", "").replace("Expected", "must be", 1)
-            raise FieldError(f"{path} {message}".strip(), param=path or None) from None
+            raise InputError(f"{path} {message}".strip(), field=path or None) from None
         except UnicodeEncodeError:
             raise InputError("a key holds half of a surrogate pair", code="invalid_text") from None
         special_tokens = kind is _CompletionBody
@@ -269,18 +268,18 @@ class OpenAIReader(LineReader):
             try:
                 self._context.models.check(body.model)
             except InputError as error:
-                raise FieldError(str(error), param="model", code=error.code) from None
+                raise InputError(str(error), field="model", code=error.code) from None
         return body, {
             name: value for name in values if name in _SAMPLING_FIELDS and (value := getattr(body, name)) is not None
         }
 
 
-def _missing(param: str) -> FieldError:
-    return FieldError(f"{param} is missing", param=param, code="missing_required_parameter")
+def _missing(param: str) -> InputError:
+    return InputError(f"{param} is missing", field=param, code="missing_required_parameter")
 
 
-def _unsupported(param: str, reason: str) -> FieldError:
-    return FieldError(f"{param}: {reason}", param=param, code="unsupported_parameter")
+def _unsupported(param: str, reason: str) -> InputError:
+    return InputError(f"{param}: {reason}", field=param, code="unsupported_parameter")
 
 
 def _url(values: dict[str, Any]) -> str:
@@ -292,9 +291,9 @@ def _url(values: dict[str, Any]) -> str:
         raise _missing("url")
     if not isinstance(url, str) or url not in _BODIES:
         served = f"{' and '.join(_BODIES)} are served"
-        raise FieldError(f"unknown endpoint {url!r}: {served}", param="url", code="invalid_url")
+        raise InputError(f"unknown endpoint {url!r}: {served}", field="url", code="invalid_url")
     if method != "POST":
-        raise FieldError(f"method must be POST, not {method!r}", param="method", code="invalid_method")
+        raise InputError(f"method must be POST, not {method!r}", field="method", code="invalid_method")
     return url
 
 
@@ -313,8 +312,8 @@ def _conversation(body: _ChatBody) -> Conversation:
         raise _unsupported("modalities", "only text is generated")
     goes_on = bool(body.continue_final_message)
     if goes_on and body.add_generation_prompt:
-        raise FieldError(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        raise InputError(
+            "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
         )
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -329,24 +328,24 @@ def _conversation(body: _ChatBody) -> Conversation:
 
 
 def _tool_choice(body: _ChatBody) -> str:
-    """Which of the tools of ``body`` must be called; raises FieldError if they, or the choice, are none."""
+    """Which of the tools of ``body`` must be called; raises InputError if they, or the choice, are none."""
     names = []
     for number, tool in enumerate(body.tools or (), start=1):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise FieldError(f"tool {number}: function must be an object with a name of {_NAME_LETTERS}", param="tools")
+            raise InputError(f"tool {number}: function must be an object with a name of {_NAME_LETTERS}", field="tools")
         if not isinstance(function.get("parameters") or {}, dict):
-            raise FieldError(f"tool {number}: parameters must be a JSON schema", param="tools")
+            raise InputError(f"tool {number}: parameters must be a JSON schema", field="tools")
         names.append(name)
     choice: Any = body.tool_choice or "auto"
     if isinstance(choice, dict):
         function = choice.get("function")
         choice = function.get("name") if isinstance(function, dict) else None
         if choice not in names:
-            raise FieldError(f"tool_choice: no tool is named {choice!r}", param="tool_choice")
+            raise InputError(f"tool_choice: no tool is named {choice!r}", field="tool_choice")
     elif choice not in ("auto", "required"):
-        raise FieldError(f"tool_choice must be none, auto, required or a function, not {choice!r}", param="tool_choice")
+        raise InputError(f"tool_choice must be none, auto, required or a function, not {choice!r}", field="tool_choice")
     return str(choice)
 
 
@@ -359,7 +358,7 @@ def _constrain(sampling: dict[str, Any], body: _RequestBody) -> None:
     }
     requested = {name: constraint for name, constraint in constraints.items() if constraint is not None}
     if len(requested) > 1:
-        raise FieldError(f"{' and '.join(requested)} are given; send one of them", param=next(iter(requested)))
+        raise InputError(f"{' and '.join(requested)} are given; send one of them", field=next(iter(requested)))
     for constraint in requested.values():
         sampling["structured_outputs"] = constraint
 
@@ -373,13 +372,13 @@ def _response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
-        raise FieldError("response_format: type must be text, json_object or json_schema", param="response_format.type")
+        raise InputError("response_format: type must be text, json_object or json_schema", field="response_format.type")
     described = value.get("json_schema")
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
-        raise FieldError(
+        raise InputError(
             "response_format: json_schema must be an object with a name and a schema",
-            param="response_format.json_schema",
+            field="response_format.json_schema",
         )
     strict = described.get("strict") if isinstance(described, dict) else None
     return {"json": schema} if strict is None else {"json": schema, "strict": strict}
@@ -387,7 +386,7 @@ def _response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _check_logprobs(name: str, value: int | None) -> None:
     if value is not None and not 0 <= value <= _MOST_LOGPROBS:
-        raise FieldError(f"{name} must be between 0 and {_MOST_LOGPROBS}, not {value}", param=name)
+        raise InputError(f"{name} must be between 0 and {_MOST_LOGPROBS}, not {value}", field=name)
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:
@@ -403,6 +402,6 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
             return (tuple(value),)
         if all(item and are_token_ids(item) for item in value):
             return tuple(tuple(item) for item in value)
-    raise FieldError(
-        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists", param="prompt"
+    raise InputError(
+        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists", field="prompt"
     )

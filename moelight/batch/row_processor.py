@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moelight.batch.crash_guard import struck_row_error
-from moelight.batch.fields import FieldError, Input
+from moelight.batch.fields import Input
 from moelight.batch.journal import Ledger
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import Progress, ProgressFields
@@ -54,7 +54,7 @@ class JobInput:
         try:
             return (*notes, *self.model.check_tools(self._tools(row.tools)))
         except InputError as error:
-            raise FieldError(str(error), param="tools", code=error.code) from None
+            raise InputError(str(error), field="tools", code=error.code) from None
 
     def encode(self, row: Row) -> list[tuple[int, ...]]:
         """Token ids of each prompt of ``row``; raises InputError if one is empty or the chat template refuses the

@@ -13,6 +13,7 @@ from moelight.core.request import TRUNCATED, Completion, SamplingParams, ToolReq
 from moelight.engine.chat import Conversation
 
 Prompt: TypeAlias = str | tuple[int, ...]
+LONGEST_NAME = 64  # characters of a field of an error row
 _LONGEST_MESSAGE = 300
 BAD_REQUEST, NOT_FOUND = 400, 404
 
@@ -106,7 +107,7 @@ def bad_row(number: int, line: int, custom_id: str | None, error: Exception, *, 
         code=error.code,
         message=message,
         status=NOT_FOUND if error.code == "model_not_found" else BAD_REQUEST,
-        param=getattr(error, "param", None),
+        param=None if error.field is None else error.field[:LONGEST_NAME],
     )
 
 

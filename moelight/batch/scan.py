@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import msgspec
 import numpy as np
 
-from moelight.batch.fields import FieldError, Input
+from moelight.batch.fields import Input
 from moelight.batch.progress import Progress
 from moelight.batch.rows import BadRow, Row, bad_row
 from moelight.batch.summary import RowLimit, ScanSummary
@@ -112,10 +112,10 @@ def encode_row(row: Row, encode: Encode, context: int) -> list[tuple[int, ...]]:
                 f"the prompt has {len(prompt)} tokens, the model's context is {context}", code="context_length_exceeded"
             )
         if row.limit and len(prompt) + row.limit > context:
-            raise FieldError(
+            raise InputError(
                 f"max_tokens {row.limit:,} and a prompt of {len(prompt):,} tokens exceed the model's context of "
                 f"{context:,}; set max_tokens to at most {context - len(prompt):,}",
-                param="max_tokens",
+                field="max_tokens",
                 code="context_length_exceeded",
             )
     return prompts

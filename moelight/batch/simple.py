@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moelight.batch.fields import (
-    FieldError,
     LineReader,
     RowContext,
     SamplingCache,
@@ -139,8 +138,8 @@ def _kind(values: Mapping[str, Any]) -> str:
     if not prompt_fields:
         raise InputError("neither prompt nor messages is given", code="missing_prompt")
     if len(prompt_fields) > 1:
-        raise FieldError(
-            f"both {prompt_fields[0]} and {prompt_fields[1]} are given; send one of them", param=prompt_fields[0]
+        raise InputError(
+            f"both {prompt_fields[0]} and {prompt_fields[1]} are given; send one of them", field=prompt_fields[0]
         )
     return prompt_fields[0]
 
@@ -150,8 +149,8 @@ def _asked(kind: str, value: Any) -> tuple[tuple[Prompt, ...], Conversation | No
         return (), Conversation(messages=read_messages(value))
     if kind == "prompt":
         if not isinstance(value, str):
-            raise FieldError("prompt must be a string", param=kind)
+            raise InputError("prompt must be a string", field=kind)
         return (value,), None
     if not are_token_ids(value):
-        raise FieldError("prompt_token_ids must be a list of token ids", param=kind)
+        raise InputError("prompt_token_ids must be a list of token ids", field=kind)
     return (tuple(value),), None

@@ -49,11 +49,11 @@ class BudgetError(UserError):
 
 
 class InputError(UserError):
-    """A request cannot be served. ``code`` is a short machine-readable reason."""
+    """A request cannot be served. ``code`` is a short machine-readable reason, ``field`` the one that is wrong."""
 
-    def __init__(self, message: str, *, code: str = "invalid_request") -> None:
+    def __init__(self, message: str, *, code: str = "invalid_request", field: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.field = code, field
 
 
 class StorageError(InputError):

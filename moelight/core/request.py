@@ -35,6 +35,9 @@ _RANGES = {
 }
 
 
+_STRUCTURE = "structured_outputs"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
     """The constraint on a completion's text: exactly one of the first five fields is given. Source: vLLM's
@@ -66,21 +69,20 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                raise InputError(f"structured_outputs: {name} must be a non-empty string")
+                raise _wrong_structure(f": {name} must be a non-empty string")
         if self.json is not None and not isinstance(self.json, (Mapping, str)):
-            raise InputError("structured_outputs: json must be a JSON schema: an object or its text")
+            raise _wrong_structure(": json must be a JSON schema: an object or its text")
         if self.choice is not None:
-            object.__setattr__(self, "choice", _texts("structured_outputs: choice", self.choice))
-        _flag("structured_outputs: json_object", self.json_object)
-        _flag("structured_outputs: strict", self.strict)
-        _integer("structured_outputs: resamplings", self.resamplings, least=0)
+            object.__setattr__(self, "choice", _texts(_STRUCTURE, self.choice, part=": choice"))
+        _flag(_STRUCTURE, self.json_object, part=": json_object")
+        _flag(_STRUCTURE, self.strict, part=": strict")
+        _integer(_STRUCTURE, self.resamplings, least=0, part=": resamplings")
         if self.resamplings > MAX_RESAMPLINGS:
-            raise InputError(f"structured_outputs: resamplings must be at most {MAX_RESAMPLINGS}")
+            raise _wrong_structure(f": resamplings must be at most {MAX_RESAMPLINGS}")
         set_fields = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
         if len(set_fields) != 1:
-            raise InputError(
-                f"structured_outputs needs exactly one of {', '.join(STRUCTURES)}, "
-                f"not {' and '.join(set_fields) or 'none of them'}"
+            raise _wrong_structure(
+                f" needs exactly one of {', '.join(STRUCTURES)}, not {' and '.join(set_fields) or 'none of them'}"
             )
 
     @property
@@ -93,7 +95,7 @@ class StructuredOutputs:
         try:
             return json.dumps(self.json)
         except RecursionError:
-            raise InputError("structured_outputs: json is nested too deeply") from None
+            raise _wrong_structure(": json is nested too deeply") from None
 
     @classmethod
     def from_dict(cls, values: object) -> StructuredOutputs:
@@ -107,10 +109,10 @@ class StructuredOutputs:
         """
         names = [field.name for field in fields(cls)]
         if not isinstance(values, dict):
-            raise InputError(f"structured_outputs must be an object with one of {', '.join(STRUCTURES)}")
+            raise _wrong_structure(f" must be an object with one of {', '.join(STRUCTURES)}")
         for name in values:
             if name not in names:
-                raise InputError(f"structured_outputs: unknown field {name!r}{did_you_mean(str(name), names)}")
+                raise _wrong_structure(f": unknown field {name!r}{did_you_mean(str(name), names)}")
         return cls(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -183,15 +185,17 @@ class SamplingParams:
             if getattr(self, name) is not None or name in ("n", "min_tokens", "top_k"):
                 _integer(name, getattr(self, name), least=least)
         if self.n > MOST_SAMPLES:
-            raise InputError(f"n must be at most {MOST_SAMPLES:,}: a row is written when its last answer is there")
+            raise InputError(
+                f"n must be at most {MOST_SAMPLES:,}: a row is written when its last answer is there", field="n"
+            )
         self._check_lengths()
         for name, (low, high) in _RANGES.items():
             _number(name, getattr(self, name), low=low, high=high)
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
-                raise InputError(f"{name} must be above 0, not 0")
+                raise InputError(f"{name} must be above 0, not 0", field=name)
         if self.seed is not None and self.seed >= 1 << 64:
-            raise InputError(f"seed must be below 2**64, not {self.seed}")
+            raise InputError(f"seed must be below 2**64, not {self.seed}", field="seed")
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
@@ -211,7 +215,7 @@ class SamplingParams:
             return
         _integer("max_tokens", self.max_tokens, least=0 if self.prompt_logprobs is not None else 1)
         if self.min_tokens > self.max_tokens:
-            raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+            raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", field="min_tokens")
 
     @property
     def generates(self) -> bool:
@@ -242,7 +246,7 @@ class SamplingParams:
         names = [field.name for field in fields(cls)]
         for name in values:
             if name not in names:
-                raise InputError(f"unknown sampling field {name!r}{did_you_mean(name, names)}")
+                raise InputError(f"unknown sampling field {name!r}{did_you_mean(name, names)}", field=name)
         return replace(base or cls(), **{name: value for name, value in values.items() if value is not None})
 
 
@@ -412,10 +416,14 @@ class Completion:
         return len(self.token_ids)
 
 
-def _texts(name: str, value: object) -> tuple[str, ...]:
+def _wrong_structure(text: str) -> InputError:
+    return InputError(f"{_STRUCTURE}{text}", field=_STRUCTURE)
+
+
+def _texts(field: str, value: object, *, part: str = "") -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) and text for text in texts):
-        raise InputError(f"{name} must be a non-empty string or a list of them")
+        raise InputError(f"{field}{part} must be a non-empty string or a list of them", field=field)
     return tuple(texts)
 
 
@@ -423,37 +431,37 @@ def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _token_ids(name: str, value: object, *, at_least_one: bool = False) -> tuple[int, ...]:
+def _token_ids(field: str, value: object, *, at_least_one: bool = False) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or not all(map(_is_token_id, value)) or (at_least_one and not value):
-        raise InputError(f"{name} must be a {'non-empty ' if at_least_one else ''}list of token ids")
+        raise InputError(f"{field} must be a {'non-empty ' if at_least_one else ''}list of token ids", field=field)
     return tuple(value)
 
 
 def _biases(value: object) -> dict[int, float]:
     """``value`` with integer token ids as keys; JSON keys are strings."""
     if not isinstance(value, Mapping):
-        raise InputError("logit_bias must map token ids to numbers")
+        raise InputError("logit_bias must map token ids to numbers", field="logit_bias")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 else key
         if not _is_token_id(token):
-            raise InputError(f"logit_bias: {key!r} is no token id")
-        _number(f"logit_bias of {key}", bias, low=-100.0, high=100.0)
+            raise InputError(f"logit_bias: {key!r} is no token id", field="logit_bias")
+        _number("logit_bias", bias, low=-100.0, high=100.0, part=f" of {key}")
         biases[token] = float(bias)
     return biases
 
 
-def _flag(name: str, value: object) -> None:
+def _flag(field: str, value: object, *, part: str = "") -> None:
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be true or false, not {value!r}")
+        raise InputError(f"{field}{part} must be true or false, not {value!r}", field=field)
 
 
-def _integer(name: str, value: object, *, least: int) -> None:
+def _integer(field: str, value: object, *, least: int, part: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} must be an integer of at least {least}, not {value!r}")
+        raise InputError(f"{field}{part} must be an integer of at least {least}, not {value!r}", field=field)
 
 
-def _number(name: str, value: object, *, low: float, high: float) -> None:
+def _number(field: str, value: object, *, low: float, high: float, part: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         bound = f"at least {low:g}" if high == _MOST else f"between {low:g} and {high:g}"
-        raise InputError(f"{name} must be a finite number {bound}, not {value!r}")
+        raise InputError(f"{field}{part} must be a finite number {bound}, not {value!r}", field=field)
