@@ -110,9 +110,6 @@ class JobArguments:
         max=MAX_RESAMPLINGS,
         default=DEFAULT_RESAMPLINGS,
     )
-    allow: str | None = option(
-        "kv8 allows an int8 KV cache, as --kv-dtype choose does; experts run in their stored format.", metavar="kv8"
-    )
     policy: Path | None = option("Policy file to run, as written by optimize -o.", metavar="FILE.yaml")
     show: bool | None = option("Print a table of prompts and completions; on by default on a terminal.")
     status: Path | None = option(
@@ -192,7 +189,7 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
         SCHEDULES.get(engine.schedule)
     check_activations(engine.activations)
     check_dtype(engine.dtype)
-    policy = None if arguments.policy is None else read_policy(arguments.policy, arguments, engine)
+    policy = None if arguments.policy is None else read_policy(arguments.policy, engine)
     sampling = {
         **_fields_of(SamplingParams, arguments),
         "stop": tuple(arguments.stop or ()),
@@ -217,7 +214,6 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
         **_fields_of(JobOptions, engine),
         **_fields_of(JobOptions, arguments),
         "policy": policy,
-        "kv_dtype": read_kv_dtype(arguments, engine),
         "sampling": SamplingParams(**sampling),
         "durability": Durability(**_fields_of(Durability, arguments), sync_s=arguments.sync_interval),
         "experts": experts,
@@ -262,24 +258,6 @@ def _pairs(option: str, values: list[str] | None) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in (pair.partition("=") for pair in values or ())]
 
 
-def read_kv_dtype(job: JobArguments, engine: EngineOptions) -> str:
-    """Return the format of keys and values; refuse ``--allow`` of experts, which are run as they are stored."""
-    from moelight.optimizer.allowed import AUTO, CHOOSE, KV8, WEIGHTS, parse_allowed
-
-    allowed = parse_allowed(job.allow)
-    for name in WEIGHTS:
-        if name in allowed:
-            raise ConfigError(
-                f"--allow {name}: generate runs experts as they are stored; moelight convert {job.model or 'MODEL'} "
-                f"OUT --experts {name} makes a checkpoint that stores them so"
-            )
-    if KV8 not in allowed:
-        return engine.kv_dtype
-    if engine.kv_dtype != AUTO:
-        raise ConfigError(f"--allow {KV8} and --kv-dtype {engine.kv_dtype} both say what the plan may use; drop one")
-    return CHOOSE
-
-
 def _fields_of(kind: type[Any], arguments: object) -> dict[str, Any]:
     """Return the arguments that are fields of the dataclass ``kind``."""
     return {field.name: getattr(arguments, field.name) for field in fields(kind) if hasattr(arguments, field.name)}
@@ -314,15 +292,14 @@ def _naming_schema(path: Path | None) -> Iterator[None]:
         raise InputError(f"--json-schema {path}: {text}", code=error.code) from None
 
 
-def read_policy(path: Path, arguments: JobArguments, engine: EngineOptions) -> Policy:
+def read_policy(path: Path, engine: EngineOptions) -> Policy:
     """Return the policy in ``path``; an option that constrains a plan, or a policy that the engine cannot run, is
     refused."""
     from moelight.optimizer.runnable import policy_faults
     from moelight.profiles.policy_files import load_policy
 
-    reason = "the policy says how to run"
-    refuse_beside(f"--policy {path}", engine, [name for name in PLANNING if name != "hw"], reason)
-    refuse_beside(f"--policy {path}", arguments, ["allow"], reason)
+    planned = [name for name in PLANNING if name != "hw"]
+    refuse_beside(f"--policy {path}", engine, planned, "the policy says how to run")
     policy = load_policy(path)
     if faults := policy_faults(policy):
         raise ConfigError(f"--policy {path} cannot be run: {'; '.join(faults)}")

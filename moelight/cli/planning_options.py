@@ -80,8 +80,8 @@ class PlanningOptions:
         default=AUTO,
     )
     allow: str | None = option(
-        "Formats that the plan may use, separated by commas: int8 and int4 for experts, kv8 for an int8 KV cache.",
-        metavar="int8,int4,kv8",
+        "Data types of experts that the plan may use, separated by commas.",
+        metavar="int8,int4",
     )
     no_cache: bool = option("Do not read or write the plan cache.", default=False)
 
@@ -106,7 +106,7 @@ class Question:
 
 def read_question(model: str, asked: PlanningOptions) -> Question:
     """Return the question that the options describe; they are validated before a machine is measured."""
-    from moelight.optimizer.allowed import KV8, WEIGHTS, allowed_caches, allowed_weights, parse_allowed
+    from moelight.optimizer.allowed import allowed_caches, allowed_weights, parse_allowed
     from moelight.optimizer.fixed_values import check_fixes, parse_fixes
     from moelight.optimizer.options import ESTIMATORS, PlanOptions
 
@@ -122,16 +122,15 @@ def read_question(model: str, asked: PlanningOptions) -> Question:
             limits[tier] = 0 if tier == "disk" and size.strip() == "0" else parse_bytes(size, label=flag(name))
     allowed = parse_allowed(asked.allow)
     dtypes = {key: _dtypes(getattr(asked, key), key, fixes) for key in DTYPE_KEYS}
-    for key, names in (("weight_dtype", WEIGHTS), ("kv_dtype", (KV8,))):
-        if (getattr(asked, key) != AUTO or key in fixes) and (named := [name for name in allowed if name in names]):
-            setting = (
-                f"{flag(key)} {getattr(asked, key)}" if getattr(asked, key) != AUTO else f"--fix {key}={fixes[key]}"
-            )
-            raise ConfigError(f"--allow {named[0]} and {setting} both say what the plan may use; drop one")
+    if allowed and (asked.weight_dtype != AUTO or "weight_dtype" in fixes):
+        setting = f"--weight-dtype {asked.weight_dtype}"
+        if asked.weight_dtype == AUTO:
+            setting = f"--fix weight_dtype={fixes['weight_dtype']}"
+        raise ConfigError(f"--allow {allowed[0]} and {setting} both say what the plan may use; drop one")
     profile = load_model(model)
-    if allowed:
-        dtypes["weight_dtype"] = dtypes["weight_dtype"] + allowed_weights(allowed, profile)[1:]
-        dtypes["kv_dtype"] = dtypes["kv_dtype"] + allowed_caches(allowed, profile)[1:]
+    dtypes["weight_dtype"] += allowed_weights(allowed, profile)[1:]
+    if asked.kv_dtype == CHOOSE:
+        dtypes["kv_dtype"] = allowed_caches(profile)
     hardware = load_machine(asked.hw, model)
     for tier in ("device", "disk"):
         if limits.get(tier) and hardware.tier(tier) is None:  # its bandwidth is unknown

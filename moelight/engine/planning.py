@@ -22,7 +22,7 @@ from moelight.hrm.placement import place_pages, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
 from moelight.kernels import native
 from moelight.kernels.gpu import serving
-from moelight.optimizer.allowed import AUTO, CACHES, CHOOSE, KV8, allowed_caches
+from moelight.optimizer.allowed import AUTO, CACHES, CHOOSE, allowed_caches
 from moelight.optimizer.fixed_values import check_dtype
 from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
@@ -127,7 +127,7 @@ def _computed(dtype: str, source: OpenCheckpoint, machine: Machine) -> DType:
 def _caches(kv_dtype: str, model: ModelProfile) -> tuple[str, ...]:
     """Formats of keys and values that a plan may use; raises ConfigError if the engine does not keep ``kv_dtype``."""
     if kv_dtype == CHOOSE:
-        return allowed_caches((KV8,), model)
+        return allowed_caches(model)
     if kv_dtype not in CACHES:
         choices = (AUTO, CHOOSE, *CACHES[1:])
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""Number formats beside the checkpoint's own that a plan may use: the names of ``--allow``. Depends only on models."""
+"""Number formats beside the checkpoint's own that a plan may use: experts by ``--allow``, keys and values by
+``--kv-dtype choose``. Depends only on models."""
 
 from __future__ import annotations
 
@@ -10,9 +11,7 @@ from moelight.optimizer.runnable import quantises_cache
 from moelight.profiles.model import ModelProfile
 
 AUTO, CHOOSE = "auto", "choose"
-KV8 = "kv8"
 WEIGHTS = (INT8.name, INT4.name)
-KNOWN = (*WEIGHTS, KV8)
 CACHES = (AUTO, INT8.name)  # formats of keys and values that run, beside those of weights
 
 
@@ -20,8 +19,10 @@ def parse_allowed(text: str | None) -> tuple[str, ...]:
     """The names in ``text``, separated by commas; raises ConfigError for an unknown one."""
     names = [name.strip() for name in text.split(",")] if text is not None else []
     for name in names:
-        if name not in KNOWN:
-            raise ConfigError(f"--allow: {name!r} is not one of {', '.join(KNOWN)}{did_you_mean(name, KNOWN)}")
+        if name == "kv8":
+            raise ConfigError("--allow kv8: a plan may use an int8 KV cache with --kv-dtype choose")
+        if name not in WEIGHTS:
+            raise ConfigError(f"--allow: {name!r} is not one of {', '.join(WEIGHTS)}{did_you_mean(name, WEIGHTS)}")
     return tuple(dict.fromkeys(names))
 
 
@@ -32,7 +33,6 @@ def allowed_weights(allowed: Iterable[str], model: ModelProfile) -> tuple[str, .
     return (AUTO, *(name for name in WEIGHTS if name in allowed))
 
 
-def allowed_caches(allowed: Iterable[str], model: ModelProfile) -> tuple[str, ...]:
-    """Formats of keys and values: the computation's, and int8 if ``kv8`` is ``allowed`` and the model's cache can be
-    quantised."""
-    return CACHES if KV8 in allowed and quantises_cache(model) else (AUTO,)
+def allowed_caches(model: ModelProfile) -> tuple[str, ...]:
+    """Formats of keys and values: the computation's, and int8 if the model's cache can be quantised."""
+    return CACHES if quantises_cache(model) else (AUTO,)

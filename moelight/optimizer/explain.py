@@ -15,7 +15,7 @@ from moelight.core.units import format_bytes
 from moelight.hrm.costs import kv_token_bytes
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import Unit, slowed_unit
-from moelight.optimizer.allowed import AUTO, KV8, WEIGHTS, allowed_caches, allowed_weights
+from moelight.optimizer.allowed import AUTO, WEIGHTS, allowed_caches, allowed_weights
 from moelight.optimizer.candidates import around, first_sample, scattered
 from moelight.optimizer.placement import FreeMemory, Solution, fill, free_memory
 from moelight.optimizer.plan import Plan, WhatIf
@@ -79,7 +79,7 @@ def _fewer_bits(problem: Problem, result: Solution) -> dict[str, dict[str, str]]
     policy, model, better = result.candidate, problem.model, dict[str, dict[str, str]]()
     if policy.weight_dtype == AUTO and len(allowed_weights(WEIGHTS, model)) > 1:
         better["experts in int4"] = {"weight_dtype": INT4.name}
-    if policy.kv_dtype == AUTO and len(allowed_caches((KV8,), model)) > 1:
+    if policy.kv_dtype == AUTO and len(allowed_caches(model)) > 1:
         better["keys and values in int8"] = {"kv_dtype": INT8.name}
     return {label: formats for label, formats in better.items() if problem.fixed.keys().isdisjoint(formats)}
 

@@ -279,7 +279,9 @@ def test_a_plan_fits_the_terminal_and_says_everything(width: int) -> None:
 
 def test_a_plan_uses_what_is_allowed_and_nothing_else() -> None:
     question = ("--hw", "t4", "--model", "mixtral", *ONE_ORDER)
-    plain, cached, experts = (plan(*question, *allow) for allow in ((), ("--allow", "kv8"), ("--allow", "int4, int8")))
+    plain, cached, experts = (
+        plan(*question, *allow) for allow in ((), ("--kv-dtype", "choose"), ("--allow", "int4, int8"))
+    )
     formats = [(item["policy"]["weight_dtype"], item["policy"]["kv_dtype"]) for item in (plain, cached, experts)]
     assert formats == [("auto", "auto"), ("auto", "int8"), ("int4", "auto")]
     speeds = [item["estimate"]["tokens_per_s"] for item in (plain, cached, experts)]
@@ -292,8 +294,8 @@ def test_a_plan_uses_what_is_allowed_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--allow", "int5"), "--allow: 'int5' is not one of int8, int4, kv8 (did you mean 'int8'?)"),
-        (("--allow", "kv8", "--kv-dtype", "int8"), "--allow kv8 and --kv-dtype int8 both say"),
+        (("--allow", "int5"), "--allow: 'int5' is not one of int8, int4 (did you mean 'int8'?)"),
+        (("--allow", "int4,kv8"), "--allow kv8: a plan may use an int8 KV cache with --kv-dtype choose"),
         (("--allow", "int8", "--fix", "weight_dtype=int8"), "--allow int8 and --fix weight_dtype=int8 both say"),
     ],
 )

@@ -85,7 +85,6 @@ OPTIONS = {
         "--schedule",
         "--dtype",
         "--kv-dtype",
-        "--allow",
         "--activations",
         "--policy",
         "--hw",
