@@ -53,9 +53,10 @@ def convert(
     from moelight.convert.checkpoint import ConvertOptions, convert_checkpoint
     from moelight.engine.options import EngineOptions
     from moelight.formats.compressed_tensors import GROUPS, ROUNDED, Rounding
+    from moelight.formats.registry import similar_format
 
     if experts not in ROUNDED:
-        raise ConfigError(f"--experts {experts!r} is not one of {', '.join(ROUNDED)}{did_you_mean(experts, ROUNDED)}")
+        raise ConfigError(f"--experts {experts!r} is not one of {', '.join(ROUNDED)}{similar_format(experts, ROUNDED)}")
     if dense not in _DENSE:
         raise ConfigError(f"--dense {dense!r} is not one of {', '.join(_DENSE)}{did_you_mean(dense, _DENSE)}")
     if group_size is not None and group_size not in GROUPS:

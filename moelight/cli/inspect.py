@@ -126,7 +126,7 @@ def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict
     some = "" if all(model.moe_layers) else f", {model.num_moe_layers} of them"
     chosen = f"with {model.experts.num_experts} experts, {model.router.top_k} for each token"
     shape = f"{model.num_layers} layers, dense" if model.dense else f"{model.num_layers} layers{some} {chosen}"
-    paged = "one layer" if model.dense else "one expert of one layer"
+    paged = "one layer" if model.dense else "one expert of one layer (a page)"
     counted = text(
         (f"{count_text(parts.total_parameters)} parameters", "bold"),
         f", {count_text(parts.active)} ({share_text(parts.active / parts.total_parameters)}) active for a token; "
@@ -138,7 +138,7 @@ def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict
         "more of one token": parts.state_token_bytes or None,
     }
     page = text(
-        f"{paged} (a page): {format_bytes(parts.page_bytes)}, {parts.pages:,} of them; "
+        f"{paged}: {format_bytes(parts.page_bytes)}, {parts.pages:,} of them; "
         + "; ".join(f"{label}: {format_bytes(size)}" for label, size in sizes.items() if size)
     )
     show(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from moelight.core.errors import did_you_mean
 from moelight.formats import awq, fp8, ggml, gptq, int8, mxfp4, packed, plain
 from moelight.formats.rules import FormatRow, SchemeReader
 
@@ -18,3 +20,10 @@ SCHEMES: Mapping[tuple[str, bool], SchemeReader] = MappingProxyType(
 SUFFIXES = tuple(dict.fromkeys(suffix for row in FORMATS.values() for suffix in row.suffixes))
 # Those that stacks of experts have, which are named without a module of their own.
 STACK_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix.endswith("_blocks"))
+# Names of formats by bits, none of which is a misspelling of another.
+_BY_BITS = re.compile(r"(nv|mx|n)?(int|fp|f)\d+")
+
+
+def similar_format(name: str, names: Iterable[str]) -> str:
+    """`did_you_mean`, but for a ``name`` that is that of another format."""
+    return "" if _BY_BITS.fullmatch(name.lower()) else did_you_mean(name, names)

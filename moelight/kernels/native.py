@@ -142,23 +142,24 @@ _UNITS = {
 
 
 def serving() -> list[Serving]:
-    """Every operation of the CPU with its implementation in this process."""
+    """Every operation of the CPU with its implementation in this process, and what is particular to it; `reason` says
+    what holds of all."""
     implementation = f"native {isa()}" if available() else "torch"
     units = _UNITS.get(bf16_products() or "")
     operations: tuple[str, ...] = PRODUCTS
     if isa() == "neon" and bf16_products() == "pairs":
         units, operations = "bfloat16 in pairs (Arm's BF16)", ("linear", "expert_ffn")
-    reasons = dict.fromkeys(NATIVE_OPERATIONS, reason())
+    reasons = dict.fromkeys(NATIVE_OPERATIONS, "")
     if units is not None:
-        reasons |= dict.fromkeys(operations, f"{reason()}; {units}")
+        reasons |= dict.fromkeys(operations, units)
     rows = [Serving(operation=name, implementation=implementation, reason=reason) for name, reason in reasons.items()]
     return [*rows, Serving(operation=INT8_ACTIVATIONS, implementation=implementation, reason=_int8_reason())]
 
 
 def _int8_reason() -> str:
     if not available():
-        return f"{reason()}; `generate` refuses --activations int8"
+        return "`generate` refuses --activations int8"
     unit = {"avx512": "AVX512_VNNI", "avx2": "AVX_VNNI", "neon": "Arm's dotprod"}.get(isa() or "", "")
     dots = f"four products at a time ({unit})"
     by = {"wide": "products of words", "dots": dots, "tiles": "tiles (AMX), with few tokens " + dots}
-    return f"{reason()}; {by.get(int8_products() or '', 'emulated tiles')}"
+    return by.get(int8_products() or "", "emulated tiles")

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from moelight.core.dtypes import dtype_named
-from moelight.core.errors import ConfigError, did_you_mean
+from moelight.core.errors import ConfigError
 from moelight.core.units import align_up
 from moelight.formats.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from moelight.formats.format import PAGE_ALIGNMENT, Format
 from moelight.formats.methods import METHODS, method_of
+from moelight.formats.registry import similar_format
 from moelight.formats.rules import ModuleRule, Settings
 from moelight.profiles.hf_config import QUANTISED_KEYS, HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor
@@ -64,7 +65,7 @@ def read_quantization(config: HFConfig) -> Quantization | None:
     if key == "compression_config" and method is None:
         method = COMPRESSED_TENSORS
     if not isinstance(values, dict) or not isinstance(method, str) or method not in METHODS:
-        hint = did_you_mean(method[:40], METHODS) if isinstance(method, str) else ""
+        hint = similar_format(method[:40], METHODS) if isinstance(method, str) else ""
         named = "" if isinstance(method, str) else _unnamed(values)
         raise config.quantised_error(key, f"{named}by none of the methods read ({', '.join(METHODS)}){hint}")
     if config.find("expert_dtype") is not None:  # DeepSeek-V4 says it outside

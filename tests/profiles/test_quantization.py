@@ -16,6 +16,7 @@ from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import GGML_FORMATS
 from moelight.formats.gptq import gptq
 from moelight.formats.mxfp4 import mxfp4
+from moelight.formats.registry import similar_format
 from moelight.hrm import costs
 from moelight.hrm.inventory import inventory
 from moelight.optimizer.optimize import make_plan
@@ -254,3 +255,8 @@ def test_a_plan_reckons_with_stored_bytes() -> None:
     original, stored = plans
     assert original.why_not == stored.why_not == ()
     assert stored.estimate.tokens_per_s > 2 * original.estimate.tokens_per_s
+
+
+def test_the_name_of_another_format_is_no_misspelling() -> None:
+    assert [similar_format(name, ("fp8", "mxfp4", "int4")) for name in ("nvfp4", "mxfp8", "int5")] == [""] * 3
+    assert similar_format("mfxp4", ("fp8", "mxfp4")) == " (did you mean 'mxfp4'?)"
