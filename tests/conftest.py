@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import interpreter
+
 # Tensors are tiny here. Two threads a product would wait for each other far longer than they work (50 times slower
 # where the cores are busy). Set before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +27,19 @@ def _same_numbers_every_time() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _interpreter_keeps_pace() -> None:
+    interpreter.hasten()
+
+
+@pytest.fixture
+def checks_overflow(_interpreter_keeps_pace: None) -> Iterator[None]:
+    """Triton's interpreter refuses integers that overflow."""
+    interpreter.check_overflow(True)
+    yield
+    interpreter.check_overflow(False)
 
 
 @pytest.fixture
