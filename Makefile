@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC) $(wildcard 
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers arm bench-kernels gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough ci compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers arm bench-kernels gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -47,8 +47,12 @@ WORKERS := 2
 test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-thorough: $(STAMP)  ## run the tests that `make test` leaves out because they take long; CI does too
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m thorough $(ARGS)
+thorough: $(STAMP)  ## run the tests that `make test` leaves out because they take long, the exhaustive ones too
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'thorough or exhaustive' $(ARGS)
+
+# At once, so that packages are imported and tests collected once.
+ci: $(STAMP)  ## run the tests of `make test` and those of `make thorough` that are not exhaustive, as CI does
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not exhaustive and not large' $(ARGS)
 
 compiled: $(STAMP)  ## compile all of the GPU's programs for six cards and record them; CARDS='80,90' for some
 	env -u TRITON_INTERPRET TRITON_ALWAYS_COMPILE=1 $(BIN)/python -W ignore -m tests.kernels.compile_gpu $(or $(CARDS),75,80,86,89,90,100) whole --anew

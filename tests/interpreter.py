@@ -1,5 +1,5 @@
-"""Triton's interpreter at the pace of tests, which spend minutes in it: what it does again in every operation is done once
-a launch, and integers are looked at for overflow where a test asks for it (the fixture ``checks_overflow``)."""
+"""Triton's interpreter at the pace of tests, which spend minutes in it: it patches `triton.language` once a launch, and
+looks at integers for overflow where a test asks for it (the fixture ``checks_overflow``)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _MODULE = "triton.runtime.interpreter"
 
 
 def hasten() -> None:
-    """Once a process, if it interprets at all: `triton.language` is patched at a launch, no more at every call of a
-    function within (a fifth of the time), and operations do not check for overflow (two fifths)."""
+    """Once a process, if it interprets at all: no patches at every call of a function within a launch (a fifth of the
+    time), and no checks for overflow in every operation (two fifths)."""
     interpreter = sys.modules.get(_MODULE)
     if interpreter is None or getattr(interpreter._patch_lang, "once", False):
         return
@@ -41,7 +41,7 @@ def hasten() -> None:
 
 
 def check_overflow(on: bool) -> None:
-    """Whether sums, differences and products of integers that do not fit are errors, as in the interpreter by itself."""
+    """Whether sums, differences and products of integers that do not fit are errors, as the interpreter's default is."""
     if (interpreter := sys.modules.get(_MODULE)) is not None:
         builder = interpreter.interpreter_builder
         builder.options = replace(builder.options, sanitize_overflow=on)

@@ -4,6 +4,7 @@ every order, with layers in memory and streamed, and on the twin of a GPU; log-p
 from __future__ import annotations
 
 from functools import partial
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from moelight.hrm import costs
 from moelight.models.checkpoints import open_model
 from moelight.models.graph import self_test
 from moelight.models.graph.model import GraphModel, on_meta
+from tests.cases import exhaustive, thorough
 from tests.engine.graphs import HOW, ORDERS, SIZES, STREAMED, prompts, tokens
 
 FAMILIES = {  # what each has that others have not
@@ -45,9 +47,7 @@ QUICK = ("llama", "gemma2", "qwen3_5_text")
 HOMES = (STREAMED, Shares(device=0.5, host=0.5), Shares(device=0.25, host=0.25, disk=0.5))
 
 
-@pytest.mark.parametrize(
-    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.thorough) for family in FAMILIES]
-)
+@pytest.mark.parametrize("family", thorough(FAMILIES, but=QUICK))
 def test_a_dense_family_gives_the_tokens_of_transformers(family: str, checkpoints: Any) -> None:
     """Every layer comes from disk in every pass."""
     directory, expected = checkpoints(family)
@@ -71,17 +71,23 @@ def test_orders_beside_a_gpu(order: tuple[str, str, str, Shares], checkpoints: A
     assert result == expected
 
 
+HOMES_BY_NAME = dict(zip(("streamed", "halves", "thirds"), HOMES, strict=True))
+ORDERS_BY_NAME = {order[0]: order for order in ORDERS if order[2] == "gpu"}
+# Every order with every home, the families in turn.
+IN_TURN = [
+    (family, *pair) for family, pair in zip(cycle(FAMILIES), product(ORDERS_BY_NAME, HOMES_BY_NAME), strict=False)
+]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("homes", HOMES, ids=("streamed", "halves", "thirds"))
-@pytest.mark.parametrize("order", [item for item in ORDERS if item[2] == "gpu"], ids=lambda order: order[0])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_order_gives_the_same_tokens(
-    family: str, order: tuple[str, str, str, Shares], homes: Shares, checkpoints: Any
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "order", "homes"), exhaustive(product(FAMILIES, ORDERS_BY_NAME, HOMES_BY_NAME), but=IN_TURN)
+)
+def test_every_order_gives_the_same_tokens(family: str, order: str, homes: str, checkpoints: Any) -> None:
     directory, expected = checkpoints(family)
-    schedule, attention, experts, _ = order
+    schedule, attention, experts, _ = ORDERS_BY_NAME[order]
     devices = {"attention_device": attention, "ffn_device": experts}
-    assert tokens(directory, "twin", schedule=schedule, weights=homes, **devices) == expected
+    assert tokens(directory, "twin", schedule=schedule, weights=HOMES_BY_NAME[homes], **devices) == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "twin"])

@@ -61,6 +61,7 @@ def truth(x: Tensor, pages: Any, offsets: Tensor) -> Tensor:
 
 
 @BY_TRITON
+@pytest.mark.usefixtures("checks_overflow")
 @pytest.mark.parametrize("name", ["packed int4", "Q8_0", "Q4_K", "int8 in groups"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_are_rounded_as_tokens_are(name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -105,6 +106,7 @@ def test_rows_do_not_depend_on_their_company(name: str, device: torch.device) ->
     assert torch.equal(expert_ffn(x, pages, offsets, tokens=order), together.flip(0))
 
 
+@pytest.mark.usefixtures("checks_overflow")
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gated_experts_in_16_bits(interleaved: bool, device: torch.device) -> None:
     """Beside one that is elsewhere, with biases; near the product of rows that are not rounded."""

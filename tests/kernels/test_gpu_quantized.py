@@ -60,6 +60,7 @@ BY_TRITON = pytest.mark.parametrize(
 
 
 @BY_TRITON
+@pytest.mark.usefixtures("checks_overflow")
 @pytest.mark.parametrize("name", TILES)
 def test_tiles_are_the_numbers(name: str, device: torch.device) -> None:
     """Bit for bit, in steps of 64 inputs and of 32; the last one reaches beyond the matrix where the format allows. Of

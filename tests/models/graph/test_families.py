@@ -1,6 +1,6 @@
 """Families of transformers as suspended graphs: logits and greedy tokens of transformers' eager forward.
 
-`-m thorough` tests every family with experts that the installed transformers has.
+`make thorough` tests every family with experts that the installed transformers has, CI one for each mechanism.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from moelight.models.graph.family_table import Table
 from moelight.models.graph.imports import transformers_of_graphs
 from moelight.models.graph.model import GraphModel, MixerKind, on_meta
 from moelight.models.graph.state import State
-from moelight.models.graph.support import moe_families, support
+from moelight.models.graph.support import judge_family, moe_families, support
 from moelight.profiles.model import NOT_COMPUTED
+from tests.cases import exhaustive
 from tests.models.graph import measured
+from tests.models.graph.released import RELEASED
 
 MECHANISMS = {  # one family for each
     "mixtral": "attention and experts",
@@ -117,6 +119,14 @@ ROWS = {family.name: family for family in Table.read().families}
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", moe_families())
+def test_every_family_is_judged_as_the_table_says(name: str) -> None:
+    model_type, row = moe_families()[name], ROWS[name]
+    verdict = judge_family(name, model_type, RELEASED.get(model_type, {}))
+    assert (verdict.how, verdict.reason, verdict.mixers) == (row.how, row.reason, row.mixers)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", exhaustive(moe_families(), but=MECHANISMS))
 def test_every_family_is_what_the_table_says(name: str) -> None:
     """Logits and greedy tokens of 32 prompts, and drawn shapes, are measured anew."""
     measurement = measured.family_of(name, moe_families()[name])
@@ -146,7 +156,9 @@ def test_families_that_are_asked_for_run_and_equal_transformers() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model_type", [item for item in KINDS if item not in {*WITHOUT, "muse_spark"}])
+@pytest.mark.parametrize(
+    "model_type", exhaustive([item for item in KINDS if item not in {*WITHOUT, "muse_spark"}], but=MECHANISMS)
+)
 def test_the_whole_graph_runs_dry_and_its_buffers_are_transformers_own(model_type: str) -> None:
     assert support(config_of(model_type)).how is not None
     assert_buffers(model_type)

@@ -1,0 +1,22 @@
+"""Which cases of a parametrised test are run when: representatives by `make test` or in CI, the others more seldom."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def exhaustive(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
+    """``cases``, of which `make thorough` runs all, and CI those that are in ``but``; several values are a tuple."""
+    return [_marked(case, () if case in but else pytest.mark.exhaustive) for case in cases]
+
+
+def thorough(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
+    """``cases``, of which CI runs all, and `make test` those that are in ``but``; several values are a tuple."""
+    return [_marked(case, () if case in but else pytest.mark.thorough) for case in cases]
+
+
+def _marked(case: Any, marks: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
