@@ -41,7 +41,7 @@ def hasten() -> None:
 
 
 def check_overflow(on: bool) -> None:
-    """Whether sums, differences and products of integers that do not fit are errors, as the interpreter's default is."""
+    """Whether sums, differences and products of integers that do not fit are errors, which is Triton's default."""
     if (interpreter := sys.modules.get(_MODULE)) is not None:
         builder = interpreter.interpreter_builder
         builder.options = replace(builder.options, sanitize_overflow=on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,5 +64,17 @@ def greedy(module: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 
 def tokens(directory: Path, device: str = "cpu", **policy: Any) -> list[list[int]]:
+    return answers(directory, device, prompts(), HOW, **policy)
+
+
+def few_tokens(directory: Path, device: str = "cpu", **policy: Any) -> list[list[int]]:
+    """Two each of the two shortest prompts: for kernels that are interpreted, where a row takes a second."""
+    shortest = sorted(prompts(), key=len)[:2]
+    return answers(directory, device, shortest, replace(HOW, max_tokens=2), **policy)
+
+
+def answers(
+    directory: Path, device: str, asked: list[list[int]], sampling: SamplingParams, **policy: Any
+) -> list[list[int]]:
     with Engine(Policy(model=str(directory), **{**SIZES, **policy}), device=device) as engine:
-        return [list(item.token_ids) for item in engine.generate(prompts(), HOW)]
+        return [list(item.token_ids) for item in engine.generate(asked, sampling)]

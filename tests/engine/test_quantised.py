@@ -25,10 +25,11 @@ from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.models.checkpoints import open_model
 from moelight.models.moe import table_of
-from moelight.runtime import moe_ops
+from moelight.runtime import moe_ops, warm_up
 from moelight.weights.load import PageReader
 from moelight.weights.quantized_pages import QuantizedPages
-from tests.engine.graphs import HOW, ORDERS, SIZES, STREAMED, prompts, tokens
+from tests.cases import exhaustive
+from tests.engine.graphs import HOW, ORDERS, SIZES, STREAMED, few_tokens, prompts, tokens
 from tests.engines import Tiny
 from tests.weights.quantised import BY_ROWS, METHODS, Method, quantise, quantise_stacks
 
@@ -89,7 +90,7 @@ def scores(directory: Path, **policy: Any) -> list[Any]:
 
 
 @pytest.mark.skipif(not native.available(), reason="the extension is not built")
-@pytest.mark.parametrize("activations", ["auto", "int8"])
+@pytest.mark.parametrize("activations", ["auto", pytest.param("int8", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_pages_of_columns_are_those_of_rows_once_they_are_there(
     name: str, activations: str, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,7 +207,8 @@ def test_dense_matrices_alone_may_be_quantised(mixtral: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The twin takes a card's way through experts, Triton's kernels interpreted; the tables that were made."""
+    """The twin takes a card's way through experts, Triton's kernels interpreted; the tables that were made. Warmed up
+    for one number of rows: `test_warm_up.py` has them all."""
     if not serving.triton_available() or not serving.interpreting():
         pytest.skip(f"triton does not interpret: {serving.triton_reason()}")
     tables: list[Any] = []
@@ -216,6 +218,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return tables[-1]
 
     monkeypatch.setattr(moe_ops, "grouped_pages", table)
+    monkeypatch.setattr(warm_up, "doublings", lambda limit: [limit])
     return tables
 
 
@@ -230,24 +233,24 @@ ON_A_DEVICE: dict[str, Any] = {
 def test_kernels_of_a_device_find_each_layers_format(mixtral: Path, by_triton: list[Any], tmp_path: Path) -> None:
     """Pages of a quantised and of a plain layer lie in the same slots, which have a table for each."""
     quantised, values = quantise(mixtral, tmp_path, MIXED)
-    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(values, weights=RESIDENT)
+    assert few_tokens(quantised, "twin", **ON_A_DEVICE) == few_tokens(values, weights=RESIDENT)
     assert [type(table) for table in by_triton] == [QuantizedTable, PageTable]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", exhaustive(METHODS, but=["awq", "mxfp4"]))
 def test_kernels_of_a_device_give_the_tokens_of_the_numbers(
     name: str, mixtral: Path, by_triton: list[Any], tmp_path: Path
 ) -> None:
     quantised, values = quantise(mixtral, tmp_path, METHODS[name])
-    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(values, weights=RESIDENT)
+    assert few_tokens(quantised, "twin", **ON_A_DEVICE) == few_tokens(values, weights=RESIDENT)
     assert [type(table) for table in by_triton] == [QuantizedTable]
 
 
 @pytest.mark.thorough
 def test_kernels_of_a_device_read_the_stacks_of_gpt_oss(checkpoints: Any, by_triton: list[Any], tmp_path: Path) -> None:
     quantised, values = quantise_stacks(checkpoints("gpt_oss")[0], tmp_path)
-    assert tokens(quantised, "twin", **ON_A_DEVICE) == tokens(values, weights=RESIDENT)
+    assert few_tokens(quantised, "twin", **ON_A_DEVICE) == few_tokens(values, weights=RESIDENT)
     assert [type(table) for table in by_triton] == [QuantizedTable]
 
 

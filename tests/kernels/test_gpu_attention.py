@@ -54,6 +54,7 @@ def test_a_mixed_batch(device, dtype, tolerance):
     assert result.dtype == dtype and distance(result, case.truth()) <= tolerance
 
 
+@pytest.mark.usefixtures("checks_overflow")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options(device, options):
     case = ragged(MIXED, device=device, **OPTIONS[options])

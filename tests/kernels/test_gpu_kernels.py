@@ -23,6 +23,7 @@ from moelight.models import moe
 from moelight.profiles.model import RouterSpec
 from tests.kernels.gpu_layers import distance, floats, in_form, rows_of
 
+pytestmark = pytest.mark.usefixtures("checks_overflow")
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 EVERY_DTYPE = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
 COUNTS = {

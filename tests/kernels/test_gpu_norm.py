@@ -14,6 +14,7 @@ from moelight.kernels.gpu.routing import by_expert
 from moelight.kernels.reference import sort_by_expert
 from tests.shapes import examples
 
+pytestmark = pytest.mark.usefixtures("checks_overflow")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 EPS = 1e-5
