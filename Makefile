@@ -67,9 +67,14 @@ large: $(STAMP)  ## run the tests on checkpoints of a gigabyte, which need 4 GB 
 ALLOWED := $(shell sed -n 's/^graph = \["\(transformers[^"]*\)".*/\1/p' pyproject.toml)
 FLOOR := $(shell sed -n 's/^graph = \["transformers>=\([0-9.]*\).*/\1/p' pyproject.toml)
 VERSION ?= $(FLOOR) newest
+PRINTS_IT := -c 'from importlib.metadata import version; print(version("transformers"))'
 GRAPHS := tests/models/graph tests/engine/test_graph_models.py tests/cli/test_models.py
 transformers: $(VERSION:%=build/transformers-%/.installed)  ## test module graphs with the floor and the newest version allowed; VERSION=
-	$(foreach version,$(VERSION),build/transformers-$(version)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(GRAPHS) $(ARGS) &&) true
+	@set -e; for version in $(VERSION); do \
+	  python=build/transformers-$$version/bin/python; tested=$$($(BIN)/python $(PRINTS_IT)); its=$$($$python $(PRINTS_IT)); \
+	  if [ "$$its" = "$$tested" ]; then echo "transformers $$version is $$its, that of make test"; continue; fi; \
+	  echo "transformers $$its"; $$python -m pytest -n $(WORKERS) --dist worksteal $(GRAPHS) $(ARGS); \
+	done
 
 build/transformers-%/.installed: $(STAMP)
 	@rm -rf $(@D) && $(BIN)/python -m venv --without-pip $(@D)
