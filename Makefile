@@ -54,8 +54,8 @@ thorough: $(STAMP)  ## run the tests that `make test` leaves out because they ta
 ci: $(STAMP)  ## run the tests of `make test` and those of `make thorough` that are not exhaustive, as CI does
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not exhaustive and not large' $(ARGS)
 
-compiled: $(STAMP)  ## compile all of the GPU's programs for six cards and record them; CARDS='80,90' for some
-	env -u TRITON_INTERPRET TRITON_ALWAYS_COMPILE=1 $(BIN)/python -W ignore -m tests.kernels.compile_gpu $(or $(CARDS),75,80,86,89,90,100) whole --anew
+compiled: $(STAMP)  ## compile the GPU's programs for six cards, as far as they changed, and record them; CARDS='80,90' for some, ARGS=--anew all
+	env -u TRITON_INTERPRET TRITON_ALWAYS_COMPILE=1 $(BIN)/python -W ignore -m tests.kernels.compile_gpu $(or $(CARDS),75,80,86,89,90,100) whole --record $(ARGS)
 
 real: $(STAMP)  ## answer 200 questions with published models, fetched once into build/real, beside transformers; no part of CI
 	$(BIN)/python -m tests.real $(ARGS)

@@ -2,8 +2,8 @@
 
 `python -m tests.kernels.compile_gpu 75,80,90 whole`, in a process where Triton does not interpret. `few` instead of
 `whole`: one variant of each kernel with products, in seconds. Programs that `compiled.json` records are not compiled
-again: a record is keyed by everything that determines its program (`record_key`). `--anew` compiles all programs and
-writes the record (`make compiled`).
+again: a record is keyed by everything that determines its program (`record_key`). `--record` writes what was compiled
+into the record (`make compiled`); with `--anew` all programs are.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ RECORD = Path(__file__).parent / "compiled.json"
 INSTRUCTIONS = ("mma.sync", "wgmma", "tcgen05.mma", "cp.async", "ld.global.v4", "fma.rn.f32")
 SIZES = ("shared", "registers", "spilled")
 records: dict[str, list[int]] = {}  # by `record_key`: recorded ones, and those of this run
+asked: set[str] = set()  # keys of this run
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 # Those of `tests.kernels.quantized.FORMATS` whose products are compiled: every kind, and every layout of ggml's blocks.
@@ -96,6 +97,7 @@ def facts(
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     key = record_key(source, card, options)
+    asked.add(key)
     if key not in records:
         records[key] = compile_program(source, card, options)
     return {"what": label, "card": card, **dict(zip((*SIZES, *INSTRUCTIONS), records[key], strict=True))}
@@ -330,7 +332,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cards", type=lambda text: [int(card) for card in text.split(",")])
     parser.add_argument("variants", choices=("few", "whole"))
-    parser.add_argument("--anew", action="store_true", help="Compile recorded programs too, and write the record.")
+    parser.add_argument("--record", action="store_true", help="Write the record.")
+    parser.add_argument("--anew", action="store_true", help="Compile recorded programs too.")
     arguments = parser.parse_args()
     triton.knobs.nvidia.dump_ptxas_log = True
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
@@ -339,14 +342,14 @@ def main() -> None:
     rows = []
     for card in arguments.cards:
         rows += compiled(card, full=arguments.variants == "whole")
-        if arguments.anew:
+        if arguments.record:
             rows += compiled(card, full=False)
-            print(f"{card}: {len(rows)} programs", flush=True)
+            print(f"{card}: {len(asked)} programs, {len(asked - set(recorded))} of them new", flush=True)
             RECORD.write_text(as_lines(recorded | records))
-    if not arguments.anew:
+    if not arguments.record:
         print(json.dumps({"rows": rows, "compiled": len(records) - len(recorded)}))
     elif {75, 80, 86, 89, 90, 100} <= set(arguments.cards):
-        RECORD.write_text(as_lines(records))  # without those of programs that are no more
+        RECORD.write_text(as_lines({key: records[key] for key in asked}))  # without those of programs that are no more
 
 
 def as_lines(values: dict[str, list[int]]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,7 +157,8 @@ def judge_family(name: str, model_type: str, switches: Any) -> Family:
     )
 
 
-def moe_families() -> dict[str, str]:
+@functools.cache
+def moe_families() -> Mapping[str, str]:
     """The families of the installed transformers that have experts, by the name of their folder, and of each the
     ``model_type`` of its language model; of a family without one, its first."""
     transformers = transformers_of_graphs()
