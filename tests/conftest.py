@@ -22,11 +22,13 @@ if not Path("/dev/nvidiactl").exists():
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_every_time() -> None:
-    """A test that draws numbers draws the same ones in every run. Tests of packages without torch have none to seed."""
+def _same_state_every_time() -> None:
+    """A test that draws numbers draws the same ones in every run, and torch has the threads that it began with: lanes
+    that end after a test has set two leave them to MKL. Tests of packages without torch have nothing to set."""
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
 
 @pytest.fixture(autouse=True)
