@@ -32,7 +32,7 @@ from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.decoder import Decoder, NativeDecoder
-from moelight.models.quantized import QuantizedExperts
+from moelight.models.pages import PagedExperts, plain_experts, quantized_experts
 from moelight.paging.arena import typed
 from moelight.paging.kv import BlockPool, CachedRows, paged_cache, token_cache
 from moelight.paging.ring import RingPager
@@ -48,7 +48,7 @@ from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
 from moelight.runtime.warm_up import warm_up
 from moelight.scheduler.layout import Layout, layout_of
-from moelight.weights.load import ModelWeights, PageReader, load_dense, page_files, page_views
+from moelight.weights.load import ModelWeights, PageReader, load_dense, page_files
 from moelight.weights.tensor_map import OpenCheckpoint
 from moelight.weights.torch_dtypes import to_torch
 
@@ -137,24 +137,26 @@ class LoadedModel:
         self.weights: ModelWeights | None = None
         dtype, activations = to_torch(self.dtype), policy.activations
         quantized = source.weight_map.quantized
-        self._page_layouts: dict[int, set[int]] = {}
-        for page, layout_id in ({} if quantized is None else quantized.layout_ids).items():
-            self._page_layouts.setdefault(page.layer, set()).add(layout_id)
-        experts = None if quantized is None else QuantizedExperts(quantized, activations)
-        if source.graph is not None:
-            return source.graph.decoder(self.profile, arena, dtype, experts)
+        self._page_layouts = {} if quantized is None else quantized.ids_by_layer
+        paged_dtype, graph = to_torch(self.dtype.page_dtype), source.graph
+        if quantized is not None:
+            paged = quantized_experts(quantized, activations)
+        elif graph is not None:
+            paged = PagedExperts(lambda _, slot: graph.expert(slot, paged_dtype))
+        else:
+            paged = plain_experts(self.profile, paged_dtype)
+        if graph is not None:
+            return graph.decoder(self.profile, arena, dtype, paged)
         keeps_stored = costs.keeps_stored(self.profile, self.dtype, discrete=policy.discrete)
         self.weights = load_dense(
             source.weight_map, self.profile, arena, dtype, as_stored=keeps_stored, activations=activations
         )
-        return partial(NativeDecoder, self.profile, self.weights, quantized=experts)
+        return partial(NativeDecoder, self.profile, self.weights, paged=paged)
 
     def _page_store(
         self, source: OpenCheckpoint, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None
     ) -> PageStore:
         profile, fast_tier = self.profile, self.placement.fast_tier
-        views = partial(page_views, model=profile) if source.graph is None else source.graph.expert
-        view = partial(views, dtype=to_torch(self.dtype.page_dtype))
         quantized = source.weight_map.quantized
         return PageStore(
             arenas,
@@ -163,7 +165,6 @@ class LoadedModel:
             far=offloaded_pages(self.placement) if fast_tier == "device" else (),
             parts=self.layout.parts,
             slot_bytes=costs.page_slot_bytes(profile, costs.page_dtype(profile, self.dtype)),
-            view=view if quantized is None else _stored_bytes,
             bytes_of=None if quantized is None else quantized.bytes_of,
         )
 
@@ -270,11 +271,6 @@ class LoadedModel:
             on_host=cache("kv", host) if self.layout.context_crosses else None,
             on_device=cache("device_kv", device_blocks) if device_blocks else None,
         )
-
-
-def _stored_bytes(slot: Tensor) -> Tensor:
-    """The page of a quantised expert, whose matrices the decoder finds by its place in the model."""
-    return slot
 
 
 def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: ExitStack) -> PageReader:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moelight.core.errors import ConfigError
 from moelight.kernels.products import Workspace
+from moelight.models.expert import Expert
 from moelight.models.graph.decoder import GraphDecoder
 from moelight.models.graph.experts import PageViews
 from moelight.models.graph.layers import use_kernels
@@ -23,8 +24,7 @@ from moelight.models.graph.profile import profile_of
 from moelight.models.graph.self_test import prove_config
 from moelight.models.graph.support import refuse_unserved
 from moelight.models.graph.weights import GraphWeightMap, fill_weights, matrices_of, renamer, weights_in
-from moelight.models.moe import Matrices
-from moelight.models.quantized import QuantizedExperts
+from moelight.models.pages import PagedExperts
 from moelight.profiles.families import FAMILIES, profile_from_dir
 from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
@@ -70,18 +70,17 @@ class GraphCheckpoint:
         return self.model.predicts
 
     def decoder(
-        self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype, quantized: QuantizedExperts | None
+        self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype, paged: PagedExperts
     ) -> Callable[[Workspace], GraphDecoder]:
         """Read all weights outside pages into ``arena`` (uint8, any device) as ``dtype``."""
         fill_weights(self.model, self.weights, arena, dtype)
         activations = self.views.activations if self.views is not None else ()
-        return partial(GraphDecoder, profile, self.model, activations, self.weights.matrices, quantized)
+        return partial(GraphDecoder, profile, self.model, activations, self.weights.matrices, paged)
 
-    def expert(self, slot: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | Matrices | Tensor:
-        """The expert whose page is in ``slot`` (uint8); of a dense model the numbers of the page."""
-        if self.views is None:
-            return slot.view(dtype)
-        return self.views.of(slot[: self.views.elements * dtype.itemsize].view(dtype))
+    def expert(self, slot: Tensor, dtype: torch.dtype) -> Expert:
+        """The expert whose page is in ``slot`` (uint8)."""
+        assert self.views is not None, "a dense model has no experts"
+        return self.views.of(slot, dtype)
 
 
 def _open_graph(directory: Path) -> OpenCheckpoint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -24,18 +24,9 @@ from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer, Page
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Workspace, feed_forward, feed_forward_stored, linear, parts, rows_computed
 from moelight.kernels.quantized import StackedMatrix
-from moelight.models.moe import (
-    Experts,
-    ExpertWeights,
-    FormedExpert,
-    LayerExperts,
-    Matrices,
-    Routed,
-    gated_silu,
-    moe_forward,
-    route_tokens,
-)
-from moelight.models.quantized import QuantizedExperts
+from moelight.models.expert import GATED_SILU, LayerExperts
+from moelight.models.moe import Experts, Routed, moe_forward, route_tokens
+from moelight.models.pages import PagedExperts
 from moelight.profiles.model import AttentionSpec, ModelProfile
 from moelight.weights.load import ModelWeights, Weight
 
@@ -104,7 +95,7 @@ class Rows(Protocol):
 
 
 class Decoder(Protocol):
-    """The dense computation of a model in phases of a micro-batch; expert weights are arguments of each call.
+    """The dense computation of a model in phases of a micro-batch; experts are arguments of each call.
 
     ``running`` is what `begin` returned: what the model keeps of the micro-batch from phase to phase. ``hidden`` [T, H]
     is the micro-batch's share of an arena. Phases of a micro-batch run in order, on one thread.
@@ -118,6 +109,7 @@ class Decoder(Protocol):
         whole_layers: whether `decode_layers` may be.
         sinks: float [Hq] of the layers whose attention has them; complete once a layer has been computed.
         activations: of the experts of each layer; None if no kernel computes it, or there are none.
+        paged: the experts in pages.
     """
 
     model: ModelProfile
@@ -128,6 +120,7 @@ class Decoder(Protocol):
     whole_layers: bool
     sinks: Mapping[int, Tensor]
     activations: Sequence[Activation | None]
+    paged: PagedExperts
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:
         """Begin with ``token_ids`` int64 [T] at ``positions`` int64 [T], which are ``rows`` of sequences."""
@@ -164,7 +157,7 @@ class Decoder(Protocol):
         caches: Sequence[PagedCache],
         block_tables: Tensor,
         seq_lens: Tensor,
-        experts: Sequence[Experts],
+        experts: Sequence[LayerExperts],
         running: Running,
     ) -> bool:
         """All phases of ``layers`` in one call, for the rows and by the arguments of `kernels.layer.decode_layers`; the
@@ -177,16 +170,8 @@ class Decoder(Protocol):
         weighted sum is to be added to ``hidden`` before the next phase."""
         ...
 
-    def experts(self, layer: int, pages: Sequence[Any]) -> Sequence[ExpertWeights | None]:
-        """The experts of ``layer`` whose ``pages`` are given as a `PageStore` has them."""
-        ...
-
-    def layout_id(self, layer: int) -> int | None:
-        """Return the layout id shared by all pages of ``layer``, or None if layouts differ."""
-        ...
-
-    def matrices(self, layout_id: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
-        """The matrices of experts whose ``pages``, given as a `PageStore` has them, have the layout ``layout_id``."""
+    def experts(self, layer: int, pages: Sequence[Tensor | None]) -> LayerExperts:
+        """The experts of ``layer`` in ``pages``, which a `PageStore` has; None for those elsewhere."""
         ...
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:
@@ -213,11 +198,8 @@ class NativeDecoder:
     predicts = True
     sinks: Mapping[int, Tensor] = MappingProxyType({})
 
-    def __init__(
-        self, model: ModelProfile, weights: ModelWeights, space: Workspace, *, quantized: QuantizedExperts | None = None
-    ) -> None:
-        """``quantized``: finds the experts in pages of stored bytes."""
-        self.model, self._quantized = model, quantized
+    def __init__(self, model: ModelProfile, weights: ModelWeights, space: Workspace, *, paged: PagedExperts) -> None:
+        self.model, self.paged = model, paged
         self.weights = weights
         self.space = space
         self.dtype = space.inputs.dtype
@@ -297,11 +279,10 @@ class NativeDecoder:
         caches: Sequence[PagedCache],
         block_tables: Tensor,
         seq_lens: Tensor,
-        experts: Sequence[Experts],
+        experts: Sequence[LayerExperts],
         running: Running,
     ) -> bool:
-        bound = [expert.bound for expert in experts if isinstance(expert, LayerExperts)]
-        present = [layer_experts for layer_experts in bound if layer_experts is not None]
+        present = [bound for layer_experts in experts if (bound := layer_experts.bound) is not None]
         if len(present) < len(layers):
             return False
         native_layers, rows = (
@@ -316,19 +297,8 @@ class NativeDecoder:
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
         return self._routed(self._after_attention(layer, hidden, attention), self._router(layer))
 
-    def experts(self, layer: int, pages: Sequence[Any]) -> Sequence[ExpertWeights | None]:
-        if self._quantized is None:
-            return LayerExperts(pages)
-        return LayerExperts(
-            None if matrices is None else FormedExpert(matrices, SILU, partial(gated_silu, matrices))
-            for matrices in self._quantized.layer(layer, pages)
-        )
-
-    def layout_id(self, layer: int) -> int | None:
-        return 0 if self._quantized is None else self._quantized.layout_id(layer)
-
-    def matrices(self, layout_id: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
-        return pages if self._quantized is None else self._quantized.of_layout(layout_id, pages)
+    def experts(self, layer: int, pages: Sequence[Tensor | None]) -> LayerExperts:
+        return LayerExperts(self.paged.of_layer(layer, pages), GATED_SILU)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         x = self._norm(hidden, self.weights.layers[layer].post_norm)

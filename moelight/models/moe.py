@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moelight.formats.matrix import Matrix
 from moelight.hrm.costs import EXPERT_ROWS
@@ -24,110 +22,32 @@ from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
-from moelight.kernels.layer import BoundExperts
-from moelight.kernels.products import Workspace, feed_forward, linear, padded_rows, rows_computed
-from moelight.kernels.quantized import dense_values
-from moelight.kernels.reference import gate_and_up, route_topk
+from moelight.kernels.products import Workspace, padded_rows
+from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
+from moelight.models.expert import (
+    MATRICES,
+    Expert,
+    ExpertFunction,
+    LayerExperts,
+    Weight,
+    arguments_of,
+    in_torch,
+)
 from moelight.profiles.model import RouterSpec
 
-Weight: TypeAlias = Tensor | Matrix[Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Matrices:
-    """Views of an expert's matrices and biases, by the names of `cpu_expert_ffn`, whose form is any that it takes;
-    ``activations`` as there. Those of one ``layout_id`` have one form; others of a layer are computed apart."""
-
-    gate_up: Weight
-    down: Weight
-    up: Weight | None = None
-    gate_up_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    interleaved: bool = False
-    layout_id: int = 0
-    activations: str | tuple[str, str] = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class FormedExpert:
-    """An expert of another form than gated SiLU: ``matrices`` with ``activation`` between their products, or None where
-    that is no activation of the kernels. ``forward``: the expert by torch, rows [n, H] -> [n, H]; ``finish``: what it
-    does last, the same for all experts of a layer, each row by itself."""
-
-    matrices: Matrices
-    activation: Activation | None
-    forward: Callable[[Tensor], Tensor]
-    finish: Callable[[Tensor], Tensor] | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.forward(x)
-
-
-def gated_silu(matrices: Matrices, x: Tensor) -> Tensor:
-    """An expert with a gated SiLU by torch: x [n, H] -> [n, H]."""
-    inward = product(x, matrices.gate_up)
-    pair = (
-        gate_and_up(inward, interleaved=matrices.interleaved)
-        if matrices.up is None
-        else (inward, product(x, matrices.up))
-    )
-    gate, up = pair
-    return product(functional.silu(gate).mul_(up), matrices.down)  # rounded as `feed_forward` rounds
-
-
-def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [n, in] times ``weight`` [out, in], plus the bias, by torch -> [n, out]."""
-    weight = dense_values(weight, x.dtype)
-    return (linear if weight.stride(1) == 1 else functional.linear)(x, weight, bias)
-
-
-# gate_up and down of a gated SiLU, or an expert of another form; of a dense layer, a callable that installs its page.
-ExpertWeights: TypeAlias = tuple[Tensor, Tensor] | FormedExpert | Callable[[Tensor], Tensor]
-# A layer's experts, None for one computed elsewhere; or, for grouped kernels, their pages.
-Experts: TypeAlias = Sequence[ExpertWeights | None] | ExpertTable
-MATRICES = ("gate_up", "up", "down")
-PARTS = (*MATRICES, "gate_up_bias", "up_bias", "down_bias")  # of `Matrices`
-
-
-class LayerExperts(list["ExpertWeights | None"]):
-    """The experts of a layer, of rows [n, H], in memory that does not change while this is used."""
-
-    @cached_property
-    def bound(self) -> BoundExperts | None:
-        """All of them as `DecoderLayer` takes them; None if it does not compute them, or if one is elsewhere."""
-        pairs = [expert for expert in self if isinstance(expert, tuple)]
-        if pairs and len(pairs) == len(self):
-            narrow = [down for _, down in pairs]
-            return BoundExperts(len(narrow[0]), [wide for wide, _ in pairs], narrow, activation=SILU)
-        formed = [expert for expert in self if isinstance(expert, FormedExpert)]
-        if not formed or len(formed) < len(self):
-            return None
-        first = formed[0]
-        forms = {(expert.matrices.layout_id, expert.activation, expert.finish) for expert in formed}
-        if first.activation is None or first.finish is not None or len(forms) > 1:
-            return None
-        parts: dict[str, Any] = {
-            name: [getattr(expert.matrices, name) for expert in formed]
-            for name in PARTS
-            if getattr(first.matrices, name) is not None
-        }
-        down = first.matrices.down
-        hidden = down.rows if isinstance(down, Matrix) else len(down)
-        parts |= {"interleaved": first.matrices.interleaved, "activations": first.matrices.activations}
-        return BoundExperts(hidden, **parts, activation=first.activation)
+Experts: TypeAlias = LayerExperts | ExpertTable  # of a layer; a table for grouped kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
     """Input of the experts: ``x`` [T, H], ``weights`` float32 [T, k], ``ids`` [T, k] in ascending order. ``resume``: of
-    a dense layer, which is one expert: computes it with its page, in place of all else."""
+    a dense layer: computes it with its page (`LayerExperts.install`), in place of all else."""
 
     x: Tensor
     weights: Tensor
     ids: Tensor
-    resume: Callable[[Experts], None] | None = None
+    resume: Callable[[LayerExperts], None] | None = None
 
 
 def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
@@ -146,46 +66,33 @@ def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
 
 
 def grouped_pages(
-    weights: Sequence[tuple[Tensor, Tensor] | Matrices],
-    dtype: torch.dtype,
-    activations: Sequence[Activation | None] = (SILU,),
+    experts: Sequence[Expert], dtype: torch.dtype, activations: Sequence[Activation | None] = (SILU,)
 ) -> ExpertTable | None:
-    """The pages of ``weights``, if the grouped kernels compute with them where they are, on rows of ``dtype`` and by
+    """The pages of ``experts``, if the grouped kernels compute with them where they are, on rows of ``dtype`` and by
     all of the layers' ``activations``; else None. Waits for the device: called at loading."""
-    first: Any = next((weight.gate_up if isinstance(weight, Matrices) else weight[0] for weight in weights), None)
-    if isinstance(first, Matrix):
-        first = next(iter(first.tensors.values()))
-    if not isinstance(first, Tensor) or not first.is_cuda or not serving.serves(first.device, dtype)[0]:
+    first = next((tensor for expert in experts for tensor in _tensors(expert.gate_up)), None)
+    if first is None or not first.is_cuda or not serving.serves(first.device, dtype)[0]:
         return None
-    return table_of(weights, activations)
+    return table_of(experts, activations)
 
 
-def table_of(
-    weights: Sequence[tuple[Tensor, Tensor] | Matrices], activations: Sequence[Activation | None]
-) -> ExpertTable | None:
-    """The pages of ``weights``; None if the grouped kernels do not compute with them or by all ``activations``."""
+def table_of(experts: Sequence[Expert], activations: Sequence[Activation | None]) -> ExpertTable | None:
+    """The pages of ``experts``; None if the grouped kernels do not compute with them or by all ``activations``."""
     present = [activation for activation in activations if activation is not None]
     if not present or len(present) < len(activations):
         return None
-    pages = [
-        weight if isinstance(weight, Matrices) else Matrices(gate_up=weight[0], down=weight[1]) for weight in weights
-    ]
-    parts: dict[str, Any] = {
-        name: [getattr(page, name) for page in pages] for name in PARTS if getattr(pages[0], name) is not None
-    }
-    matrices = [weight for name in MATRICES for weight in parts.get(name, ())]
+    arguments = arguments_of(experts)
+    rounded = arguments.pop("activations")
+    matrices = [weight for name in MATRICES for weight in arguments.get(name, ())]
     if any(tensor.data_ptr() % ALIGNMENT_BYTES for weight in matrices for tensor in _tensors(weight)):
         return None
     if not any(isinstance(weight, Matrix) for weight in matrices):
-        return PageTable.of(**parts, activation=present[0], interleaved=pages[0].interleaved)
+        return PageTable.of(**arguments, activation=present[0])
     if any(isinstance(weight, Tensor) and not weight.is_contiguous() for weight in matrices):
         return None
-    if "up" in parts and _stored_as(pages[0].gate_up) != _stored_as(pages[0].up):
+    if "up" in arguments and _stored_as(experts[0].gate_up) != _stored_as(experts[0].up):
         return None
-    first = pages[0]
-    return QuantizedTable.of(
-        **parts, activation=present[0], interleaved=first.interleaved, activations=first.activations
-    )
+    return QuantizedTable.of(**arguments, activation=present[0], activations=rounded)
 
 
 def _tensors(weight: Weight) -> Sequence[Tensor]:
@@ -199,10 +106,9 @@ def _stored_as(weight: Weight | None) -> object:
     return weight.stored, [tensor.dtype for tensor in weight.tensors.values()]
 
 
-def _natively(x: Tensor, experts: Sequence[ExpertWeights | None]) -> bool:
-    """True if the native kernels compute ``experts``."""
-    formed = (expert for expert in experts if isinstance(expert, FormedExpert))
-    return native.on_cpu(x) and native.available() and all(expert.activation is not None for expert in formed)
+def _natively(x: Tensor, function: ExpertFunction) -> bool:
+    """True if the native kernels compute ``function``."""
+    return native.on_cpu(x) and native.available() and function.activation is not None
 
 
 def moe_forward(
@@ -215,12 +121,12 @@ def moe_forward(
     The experts of a token are summed in float32 in the order of their ids, so a token's result does not depend on the
     other tokens of the batch beyond the rounding of each product.
     """
+    if isinstance(experts, ExpertTable):
+        return grouped_forward(routed, experts, space, into, wide=wide)
     if routed.resume is not None:
         routed.resume(experts)
         return routed.x
-    if isinstance(experts, ExpertTable):
-        return grouped_forward(routed, experts, space, into, wide=wide)
-    if _natively(routed.x, experts):
+    if _natively(routed.x, experts.function):
         return SplitMoE(routed, experts, frozenset(), space).end(into)
     sums = torch.zeros(routed.x.shape, dtype=torch.float32, device=routed.x.device)
     add_experts(sums, routed, experts, space, most_rows=routed.x.shape[0], wide=wide)
@@ -239,21 +145,19 @@ class SplitMoE:
     def __init__(
         self,
         routed: Routed,
-        experts: Sequence[ExpertWeights | None],
+        experts: LayerExperts,
         late: frozenset[int],
         space: Workspace,
         first_row: int = 0,
     ) -> None:
         self._whole = routed, experts, space
-        self._native = _natively(routed.x, experts)
+        self._native = _natively(routed.x, experts.function)
         if not self._native:
             return
         ids = routed.ids
-        order = [index for index, expert in enumerate(experts) if expert is not None and index not in late]
-        self._there = len(order)
-        order.sort(key=lambda index: _layout_id(experts[index]))
-        then = [index for index, expert in enumerate(experts) if expert is not None and index in late]
-        order += sorted(then, key=lambda index: _layout_id(experts[index]))
+        ranked = sorted((index in late, expert.layout_id, index) for index, expert in enumerate(experts) if expert)
+        order = [index for _, _, index in ranked]
+        self._there = sum(not is_late for is_late, _, _ in ranked)
         if order != list(range(len(experts))):
             position = torch.full((len(experts),), len(order), dtype=torch.int32)
             position[order] = torch.arange(len(order), dtype=torch.int32)
@@ -281,17 +185,16 @@ class SplitMoE:
         start, end = self._cuts[first], self._cuts[last]
         if start < end:
             offsets = self._offsets[first : last + 1] - start
-            _expert_ffn_in_place(self._rows[start:end], self._experts[first:last], offsets)
+            function = self._whole[1].function
+            _expert_ffn_in_place(self._rows[start:end], self._experts[first:last], function, offsets)
 
 
-def _layout_id(expert: ExpertWeights | None) -> int:
-    return expert.matrices.layout_id if isinstance(expert, FormedExpert) else 0
-
-
-def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offsets: Tensor) -> None:
+def _expert_ffn_in_place(
+    rows: Tensor, experts: Sequence[Expert | None], function: ExpertFunction, offsets: Tensor
+) -> None:
     """``offsets`` int32 [E + 1]: the rows of each expert; one that is None has none. Neighbours of one layout are one
     call."""
-    first, ids = 0, [_layout_id(expert) for expert in experts]
+    first, ids = 0, [0 if expert is None else expert.layout_id for expert in experts]
     for last in range(1, len(experts) + 1):
         if last < len(experts) and ids[last] == ids[first]:
             continue
@@ -300,35 +203,17 @@ def _expert_ffn_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], 
             start, end = offsets[[first, last]].tolist()
             some = rows[start:end]
         if len(some):
-            _alike_in_place(some, experts[first:last], offsets[first : last + 1] - offsets[first])
+            _alike_in_place(some, experts[first:last], function, offsets[first : last + 1] - offsets[first])
         first = last
 
 
-def _alike_in_place(rows: Tensor, experts: Sequence[ExpertWeights | None], offsets: Tensor) -> None:
+def _alike_in_place(rows: Tensor, experts: Sequence[Expert | None], function: ExpertFunction, offsets: Tensor) -> None:
+    assert function.activation is not None
     # Exporting the weights of an expert without rows to the kernel would cost as much as those of a busy one.
     busy = [expert if count else None for expert, count in zip(experts, offsets.diff().tolist(), strict=True)]
-    formed = next((expert for expert in busy if isinstance(expert, FormedExpert)), None)
-    if formed is None:
-        pairs = [expert if isinstance(expert, tuple) else (None, None) for expert in busy]
-        cpu_expert_ffn(rows, [gate_up for gate_up, _ in pairs], [down for _, down in pairs], offsets, out=rows)
-        return
-    assert formed.activation is not None
-    matrices = [expert.matrices if isinstance(expert, FormedExpert) else None for expert in busy]
-    arguments: dict[str, Any] = {
-        name: [None if matrix is None else getattr(matrix, name) for matrix in matrices]
-        for name in PARTS
-        if getattr(formed.matrices, name) is not None
-    }
-    options: dict[str, Any] = {
-        "activation": formed.activation,
-        "interleaved": formed.matrices.interleaved,
-        "activations": formed.matrices.activations,
-        "offsets": offsets,
-        "out": rows,
-    }
-    cpu_expert_ffn(rows, **arguments, **options)
-    if formed.finish is not None:
-        rows.copy_(formed.finish(rows))
+    cpu_expert_ffn(rows, **arguments_of(busy), activation=function.activation, offsets=offsets, out=rows)
+    if function.finish is not None:
+        rows.copy_(function.finish(rows))
 
 
 def grouped_forward(
@@ -381,7 +266,7 @@ def grouped_forward(
 def add_experts(
     sums: Tensor,
     routed: Routed,
-    experts: Sequence[ExpertWeights | None],
+    experts: LayerExperts,
     space: Workspace,
     *,
     most_rows: int,
@@ -394,7 +279,7 @@ def add_experts(
     ``most_rows``: rows computed at a time; with native CPU kernels, rows weighted and added at a time. ``wide`` as for
     `moe_forward`.
     """
-    if _natively(routed.x, experts):
+    if _natively(routed.x, experts.function):
         _accumulate_natively(sums, routed, experts, space, min(most_rows, EXPERT_ROWS))
         return
     top_k, ids, weights = routed.ids.shape[1], routed.ids.flatten(), routed.weights.flatten()
@@ -405,17 +290,15 @@ def add_experts(
             continue
         for part in routed_rows.split(min(most_rows, EXPERT_ROWS)):
             # torch keeps a kernel, and memory for it, of each number of rows
-            padded = padded_rows if callable(expert) and native.on_cpu(routed.x) else partial(rows_computed, routed.x)
-            tokens, rows = part // top_k, space.inputs[: padded(part.numel())]
+            padded = padded_rows(part.numel()) if native.on_cpu(routed.x) else part.numel()
+            tokens, rows = part // top_k, space.inputs[:padded]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
-            out = feed_forward(rows, *expert, space, wide=wide) if isinstance(expert, tuple) else expert(rows)
+            out = in_torch(expert, experts.function, rows, space, wide=wide)
             out = out[: part.numel()]
             sums.index_add_(0, tokens, out.float() * weights[part].unsqueeze(1))
 
 
-def _accumulate_natively(
-    sums: Tensor, routed: Routed, experts: Sequence[ExpertWeights | None], space: Workspace, most_rows: int
-) -> None:
+def _accumulate_natively(sums: Tensor, routed: Routed, experts: LayerExperts, space: Workspace, most_rows: int) -> None:
     """In chunks of as many rows as ``space`` holds, across experts."""
     by_expert = cpu_sort_by_expert(routed.ids, len(experts))
     here = torch.tensor([expert is not None for expert in experts])
@@ -431,7 +314,7 @@ def _accumulate_natively(
             cpu_gather_rows(routed.x, chunk, out=rows)
         else:
             rows.copy_(cpu_gather_rows(routed.x, chunk))
-        _expert_ffn_in_place(rows, experts, offsets.clamp(begin, begin + len(chunk)) - begin)
+        _expert_ffn_in_place(rows, experts, experts.function, offsets.clamp(begin, begin + len(chunk)) - begin)
         shares = share[begin : begin + len(chunk)].unsqueeze(1)
         for first in range(0, len(chunk), most_rows):
             part = slice(first, first + most_rows)

@@ -30,7 +30,7 @@ class LayerDemand:
     Attributes:
         late: experts whose pages were missing when the demand was computed.
         on_cpu: weights of the experts that the CPU computes in place, beside a GPU; empty if there are none.
-        memory: int32 [E], the number (`PageStore.weights`) of the memory of the other routed experts; else -1.
+        memory: int32 [E], the number (`PageStore.memory`) of the memory of the other routed experts; else -1.
         transfers: pages to transfer, ``read_pages`` of ``read_bytes`` in all from disk, since ``since_s``.
         coming: transfers to wait for, including those that began earlier.
     """
@@ -104,7 +104,7 @@ class RingPager:
             stats=self.stats,
             late=frozenset(access.misses.tolist()),
             on_cpu=tuple(
-                self.store.offloaded[Page(layer=layer, expert=expert)].weights if expert in on_cpu else None
+                self.store.offloaded[Page(layer=layer, expert=expert)].page if expert in on_cpu else None
                 for expert in range(self._num_experts if on_cpu else 0)
             ),
             memory=np.full(self._num_experts, -1, dtype=np.int32),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -25,21 +25,19 @@ StartPage = Callable[[Page, Tensor, int], PendingPage | None]  # (page, destinat
 
 
 class SlotMemory(NamedTuple):
-    """The bytes of one page, those of its parts, its weights, and the ``number`` of this memory among that of all slots
-    that experts are computed from (`PageStore.weights`)."""
+    """The bytes of one page, those of its parts, and the ``number`` of this memory among that of all slots that experts
+    are computed from (`PageStore.memory`)."""
 
     page: Tensor
     parts: Sequence[Tensor]
-    weights: Any
     number: int
 
 
 class PageStore:
     """Page bytes in arenas of slots: ``experts`` (``resident``), ``host_experts`` (``offloaded`` pages ``far``),
-    ``ring`` and ``pinned_ring``. ``parts`` are byte ranges of a page; ``view`` returns what the decoder takes
-    as the expert of a page, ``bytes_of`` the bytes of a whole page where not all are as long. ``weights`` has those of
-    every resident and ring slot; memory never moves, so its number and its addresses hold as long as the store,
-    whichever slot it becomes (`swap`)."""
+    ``ring`` and ``pinned_ring``. ``parts`` are byte ranges of a page, ``bytes_of`` the bytes of a whole page where not
+    all are as long. ``memory`` has the bytes of every resident and ring slot; memory never moves, so its number and its
+    addresses hold as long as the store, whichever slot it becomes (`swap`)."""
 
     def __init__(
         self,
@@ -50,7 +48,6 @@ class PageStore:
         far: Sequence[Page],
         parts: Sequence[range],
         slot_bytes: int,
-        view: Callable[[Tensor], Any],
         bytes_of: Callable[[Page], int] | None = None,
     ) -> None:
         self._longest = longest = parts[-1].stop
@@ -60,14 +57,14 @@ class PageStore:
             arena = arenas.get(purpose)
             pages = () if arena is None else (slot[:longest] for slot in slots(arena, slot_bytes))
             return [
-                SlotMemory(page, [page[part.start : part.stop] for part in parts], view(page), number)
+                SlotMemory(page, [page[part.start : part.stop] for part in parts], number)
                 for number, page in enumerate(pages, first)
             ]
 
         self.fast_tier, self.table, self._parts = fast_tier, table, parts
         self.resident, self.pinned = cut("experts", 0), cut("pinned_ring", 0)
         self.ring = cut("ring", len(self.resident))
-        self.weights = [memory.weights for memory in (*self.resident, *self.ring)]
+        self.memory = [memory.page for memory in (*self.resident, *self.ring)]
         self._resident_numbers = np.arange(len(self.resident), dtype=np.int32)
         self.offloaded = dict(zip(far, cut("host_experts", 0), strict=True))
         # Looked up for every page of every pass.
@@ -166,11 +163,11 @@ class PageStore:
         memory_indices[here] = self._resident_numbers[self.table[here]]
         return memory_indices
 
-    def weights_at(self, memory_indices: np.ndarray) -> list[Any]:
-        """Weights of the experts whose memory has ``memory_indices`` int [experts]; None where it is negative."""
-        return [self.weights[number] if number >= 0 else None for number in memory_indices.tolist()]
+    def pages_at(self, memory_indices: np.ndarray) -> list[Tensor | None]:
+        """The pages of the experts whose memory has ``memory_indices`` int [experts]; None where it is negative."""
+        return [self.memory[number] if number >= 0 else None for number in memory_indices.tolist()]
 
-    def computed_experts(self, layer: int, num_experts: int) -> list[Any]:
-        """Weights of the experts that the CPU computes in place; None for the others."""
+    def computed_experts(self, layer: int, num_experts: int) -> list[Tensor | None]:
+        """The pages of the experts that the CPU computes in place; None for the others."""
         pages = (Page(layer=layer, expert=expert) for expert in range(num_experts))
-        return [self.offloaded[page].weights if page in self._computed else None for page in pages]
+        return [self.offloaded[page].page if page in self._computed else None for page in pages]

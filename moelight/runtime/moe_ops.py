@@ -16,15 +16,8 @@ from moelight.kernels.copies import pinned
 from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Decoder
-from moelight.models.moe import (
-    Experts,
-    ExpertWeights,
-    SplitMoE,
-    add_experts,
-    grouped_forward,
-    grouped_pages,
-    moe_forward,
-)
+from moelight.models.expert import LayerExperts
+from moelight.models.moe import Experts, SplitMoE, add_experts, grouped_forward, grouped_pages, moe_forward
 from moelight.paging.store import PageStore
 from moelight.runtime.host_copy import HostCopy
 from moelight.runtime.lanes import SKIPPED, Outcome
@@ -97,7 +90,7 @@ class MoEOps:
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
         tables = self._tables() if self._discrete else None
         self._grouped = None if tables is None else LayerPages(tables, decoder.activations, self._num_experts)
-        self._found: dict[tuple[int, int], list[Sequence[ExpertWeights | None]]] = {}
+        self._found: dict[tuple[int, int], list[LayerExperts]] = {}
         self._residents = 0
         self.table: Mapping[TaskKind, MoEOperation] = {
             TaskKind.POST_ATTENTION: self._post_attention,
@@ -123,13 +116,14 @@ class MoEOps:
         by = [activation for activation, moe in zip(decoder.activations, self._moe, strict=True) if moe]
         if None in by:
             return None
-        ids = [decoder.layout_id(layer) if moe else None for layer, moe in enumerate(self._moe)]
+        ids = [decoder.paged.layout_id(layer) if moe else None for layer, moe in enumerate(self._moe)]
         for layout_id, moe in zip(ids, self._moe, strict=True):
             if not moe or layout_id in tables:
                 continue
-            weights = () if layout_id is None else decoder.matrices(layout_id, self._pages.weights)
-            table = grouped_pages(weights, decoder.dtype, by)
-            if layout_id is None or table is None:
+            if layout_id is None:
+                return None
+            table = grouped_pages(decoder.paged.of_layout(layout_id, self._pages.memory), decoder.dtype, by)
+            if table is None:
                 return None
             tables[layout_id] = table
         first = next(iter(tables.values()), None)
@@ -183,7 +177,7 @@ class MoEOps:
     def _resident_experts(self, task: Task, pass_pages: PassPages) -> None:
         mb, small = pass_pages.micro_batches[task.micro_batch], require(pass_pages.small)
         first_row = sum(earlier.tokens for earlier in pass_pages.micro_batches[: task.micro_batch]) * self._top_k
-        experts = self._decoder.experts(task.layer, small.experts(task.layer))
+        experts = self._decoder.experts(task.layer, small.pages(task.layer))
         late = small.demand(task.layer).late
         mb.begun = SplitMoE(require(mb.routed), experts, late, self._decoder.space, first_row)
 
@@ -218,7 +212,7 @@ class MoEOps:
         on_cpu = everyone.sums.device.type == "cpu"
         max_rows = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
         if some is not None:
-            experts = [expert if number in some else None for number, expert in enumerate(experts)]
+            experts = experts.only(some)
         add_experts(everyone.sums, everyone.routed, experts, self._decoder.space, most_rows=max_rows, wide=wide)
         for mb in pass_pages.micro_batches if some is None or some.stop == self._num_experts else ():
             mb.hidden += require(mb.saved).sums.to(mb.hidden.dtype)
@@ -273,19 +267,24 @@ class MoEOps:
     def experts_of(self, layer: int, pass_pages: PassPages) -> Experts:
         """The experts of ``layer`` as the tasks of a pass use them; none of a layer without."""
         small, grouped = pass_pages.small, self._grouped
-        if not self._moe[layer]:
-            return ()
+        if grouped is None or not self._moe[layer]:
+            return self.layer_experts(layer, pass_pages)
         if small is not None:
-            if grouped is None:
-                return self._decoder.experts(layer, small.experts(layer))
             return grouped.of_layer(layer, small.demand(layer).memory)
         key = (self._pages.phase(pass_pages.position), pass_pages.residents)
-        if grouped is not None:
-            return grouped.of_pass(layer, key, lambda: self._pages.memory_of_experts(pass_pages.position))
+        return grouped.of_pass(layer, key, lambda: self._pages.memory_of_experts(pass_pages.position))
+
+    def layer_experts(self, layer: int, pass_pages: PassPages) -> LayerExperts:
+        """`experts_of` without grouped kernels."""
+        if not self._moe[layer]:
+            return LayerExperts(())
+        if pass_pages.small is not None:
+            return self._decoder.experts(layer, pass_pages.small.pages(layer))
+        key = (self._pages.phase(pass_pages.position), pass_pages.residents)
         if key not in self._found:
             if key[1] != self._residents:
                 self._found, self._residents = {}, key[1]
             memory_indices = self._pages.memory_of_experts(pass_pages.position)
-            pages = map(self._pages.weights_at, memory_indices)
+            pages = map(self._pages.pages_at, memory_indices)
             self._found[key] = [self._decoder.experts(layer, page) for layer, page in enumerate(pages)]
         return self._found[key][layer]

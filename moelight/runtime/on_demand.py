@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
 from moelight.models.decoder import Watch
-from moelight.models.moe import ExpertWeights
 from moelight.paging.ring import LayerDemand, RingPager
 from moelight.runtime.host_copy import HostCopy
 from moelight.runtime.lanes import SKIPPED, MovedBytes, Outcome
@@ -44,7 +44,7 @@ class OnDemandPass:
     def __init__(self, pager: RingPager, micro_batches: Sequence[MicroBatch]) -> None:
         self._pager, self._micro_batches = pager, micro_batches
         self._demands: dict[int, LayerDemand] = {}
-        self._experts: dict[int, Sequence[ExpertWeights | None]] = {}
+        self._pages: dict[int, Sequence[Tensor | None]] = {}
         self._hints: defaultdict[int, list[HostCopy]] = defaultdict(list)  # predicted routing of each layer
         self._ahead: dict[int, int] = {}  # bytes prefetched for each layer
         self._turn = pager.residency.turn
@@ -60,11 +60,11 @@ class OnDemandPass:
                     self._demands[layer] = self._pager.demand(layer, ids, weights)
         return self._demands[layer]
 
-    def experts(self, layer: int) -> Sequence[ExpertWeights | None]:
-        """Weights of the demanded experts of ``layer``; None for the others."""
-        if layer not in self._experts:
-            self._experts[layer] = self._pager.store.weights_at(self.demand(layer).memory)
-        return self._experts[layer]
+    def pages(self, layer: int) -> Sequence[Tensor | None]:
+        """The pages of the demanded experts of ``layer``; None for the others."""
+        if layer not in self._pages:
+            self._pages[layer] = self._pager.store.pages_at(self.demand(layer).memory)
+        return self._pages[layer]
 
     def fetch(self, task: Task) -> Outcome:
         """Transfer the missing pages of the layer over the task's lane; disk reads began with the demand."""

@@ -129,7 +129,7 @@ class Operations:
     def _layers(self, task: Task, pass_pages: PassPages) -> None:
         """All of them in one call, if there is one for their experts; else phase by phase."""
         mb, layers = pass_pages.micro_batches[task.micro_batch], require(task.layers)
-        experts = [self._moe_ops.experts_of(layer, pass_pages) for layer in layers]
+        experts = [self._moe_ops.layer_experts(layer, pass_pages) for layer in layers]
         caches = self._caches[layers.start : layers.stop]
         sequences = mb.block_tables, mb.seq_lens
         if self._decoder.decode_layers(layers, mb.hidden, caches, *sequences, experts, require(mb.running)):

@@ -79,6 +79,14 @@ class QuantizedPages:
         """Bytes of the largest page."""
         return max(self.sizes)
 
+    @property
+    def ids_by_layer(self) -> dict[int, list[int]]:
+        """The layouts of the pages of each layer's experts."""
+        ids: dict[int, list[int]] = {}
+        for page in sorted(self.layout_ids):
+            ids.setdefault(page.layer, []).append(self.layout_ids[page])
+        return ids
+
     def page_bytes(self, layers: int) -> list[list[int]]:
         """Bytes of the page of each expert of each of ``layers`` layers; none without experts."""
         sizes: list[list[int]] = [[] for _ in range(layers)]

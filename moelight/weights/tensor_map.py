@@ -90,9 +90,9 @@ class OpenGraph(Protocol):
     @property
     def predicts(self) -> bool: ...
 
-    def decoder(self, profile: ModelProfile, arena: Any, dtype: Any, quantized: Any) -> Callable[[Any], Any]:
+    def decoder(self, profile: ModelProfile, arena: Any, dtype: Any, paged: Any) -> Callable[[Any], Any]:
         """Read all weights outside pages into ``arena``; returns what makes the decoder with a workspace.
-        ``quantized``: finds the experts in pages of stored bytes; None: pages hold numbers."""
+        ``paged``: the experts in pages."""
         ...
 
     def expert(self, slot: Any, dtype: Any) -> Any:

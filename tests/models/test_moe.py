@@ -16,8 +16,8 @@ from moelight.hrm.costs import expert_workspace
 from moelight.kernels import native
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.products import Workspace
+from moelight.models.expert import Expert, LayerExperts
 from moelight.models.moe import (
-    ExpertWeights,
     Routed,
     SplitMoE,
     add_experts,
@@ -31,6 +31,7 @@ from tests.shapes import examples, small_model
 
 SPEC = RouterSpec(top_k=3, normalize=True, weights_in_model_dtype=False)
 MODEL = replace(small_model(experts=5), router=SPEC)
+Pair = tuple[Tensor, Tensor]
 HIDDEN, WIDTH = MODEL.hidden_size, MODEL.experts.intermediate_size
 
 
@@ -40,11 +41,15 @@ def space(tokens: int, dtype: DType = FLOAT32) -> Workspace:
     return Workspace(arena, sizes, HIDDEN, to_torch(dtype), mixed=bool(dtype.pages))
 
 
-def experts(dtype: torch.dtype = torch.float32) -> list[ExpertWeights]:
+def experts(dtype: torch.dtype = torch.float32) -> list[Pair]:
     generator = torch.Generator().manual_seed(1)
     shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
     made = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(5)]
     return [(gate_up, down) for gate_up, down in made]
+
+
+def layer(weights: Sequence[Pair | None]) -> LayerExperts:
+    return LayerExperts(None if pair is None else Expert(gate_up=pair[0], down=pair[1]) for pair in weights)
 
 
 def routed(tokens: int, dtype: torch.dtype = torch.float32) -> Routed:
@@ -52,7 +57,7 @@ def routed(tokens: int, dtype: torch.dtype = torch.float32) -> Routed:
     return Routed(x=torch.randn(tokens, HIDDEN).to(dtype), weights=weights, ids=ids)
 
 
-def one_by_one(label: Routed, weights: Sequence[ExpertWeights | None]) -> Tensor:
+def one_by_one(label: Routed, weights: Sequence[Pair | None]) -> Tensor:
     """float64, token by token."""
     out = torch.zeros(label.x.shape, dtype=torch.float64)
     for token, (row, ids) in enumerate(zip(label.x.double(), label.ids.tolist(), strict=True)):
@@ -71,11 +76,11 @@ def test_experts_are_summed_whoever_computes_them(tokens: int, here: list[bool],
     some = [item if selected else None for item, selected in zip(weights, here, strict=True)]
     others = [None if selected else item for item, selected in zip(weights, here, strict=True)]
     for part in (weights, some):
-        result = moe_forward(label, part, space(tokens))
+        result = moe_forward(label, layer(part), space(tokens))
         torch.testing.assert_close(result.double(), one_by_one(label, part), rtol=1e-4, atol=1e-4)
     sums = torch.zeros(tokens, HIDDEN)
-    add_experts(sums, label, some, space(max_rows), most_rows=max_rows)
-    add_experts(sums, label, others, space(max_rows), most_rows=max_rows)
+    add_experts(sums, label, layer(some), space(max_rows), most_rows=max_rows)
+    add_experts(sums, label, layer(others), space(max_rows), most_rows=max_rows)
     torch.testing.assert_close(sums.double(), one_by_one(label, weights), rtol=1e-4, atol=1e-4)
 
 
@@ -86,12 +91,12 @@ def test_an_expert_that_a_row_names_twice_counts_twice(extension: bool, monkeypa
     label, weights = routed(12), experts()
     label = replace(label, ids=label.ids.sort(dim=-1).values.index_fill(1, torch.tensor([1]), 4).sort(dim=-1).values)
     sums = torch.zeros(12, HIDDEN)
-    add_experts(sums, label, weights, space(12), most_rows=12)
-    for result in (sums, moe_forward(label, weights, space(12))):
+    add_experts(sums, label, layer(weights), space(12), most_rows=12)
+    for result in (sums, moe_forward(label, layer(weights), space(12))):
         torch.testing.assert_close(result.double(), one_by_one(label, weights), rtol=1e-4, atol=1e-4)
 
 
-def pages_of(weights: Sequence[ExpertWeights], order: Sequence[int], here: Sequence[bool]) -> PageTable:
+def pages_of(weights: Sequence[Pair], order: Sequence[int], here: Sequence[bool]) -> PageTable:
     """The pages of ``weights`` in ``order``, and where each expert finds its own; -1 where it is not ``here``."""
     table = PageTable.of([weights[item][0] for item in order], [weights[item][1] for item in order])
     index = [order.index(index) if here[index] else -1 for index in range(len(weights))]
@@ -131,8 +136,8 @@ def test_a_pass_at_once_gives_the_numbers_of_a_micro_batch(dtype: DType) -> None
     kind = to_torch(dtype)
     label, weights = routed(30, kind), experts(kind)
     sums = torch.zeros(30, HIDDEN)
-    add_experts(sums, label, weights, space(30, dtype), most_rows=30)
-    assert torch.equal(sums.to(kind), moe_forward(label, weights, space(30, dtype)))
+    add_experts(sums, label, layer(weights), space(30, dtype), most_rows=30)
+    assert torch.equal(sums.to(kind), moe_forward(label, layer(weights), space(30, dtype)))
 
 
 @pytest.mark.parametrize("extension", [False, True])
@@ -145,9 +150,9 @@ def test_mixed_precision_sums_in_float32(extension: bool, monkeypatch: pytest.Mo
     wanted = one_by_one(label, weights)
     assert wanted.abs().max() > 65504
     into, begun, sums = (torch.full((12, HIDDEN), value) for value in (1e5, 1e5, 0.0))
-    moe_forward(label, weights, space(12, MIXED_FLOAT16), into=into)
-    SplitMoE(label, weights, frozenset({1, 3}), space(12, MIXED_FLOAT16)).end(begun)
-    add_experts(sums, label, weights, space(12, MIXED_FLOAT16), most_rows=12)
+    moe_forward(label, layer(weights), space(12, MIXED_FLOAT16), into=into)
+    SplitMoE(label, layer(weights), frozenset({1, 3}), space(12, MIXED_FLOAT16)).end(begun)
+    add_experts(sums, label, layer(weights), space(12, MIXED_FLOAT16), most_rows=12)
     assert torch.equal(begun, into)
     assert torch.equal(sums + 1e5, into)
     limits = {"rtol": 1e-3, "atol": 1e-3 * float(wanted.abs().max())}
@@ -155,7 +160,7 @@ def test_mixed_precision_sums_in_float32(extension: bool, monkeypatch: pytest.Mo
     pages = PageTable.of(*zip(*weights, strict=True))
     for result in (
         grouped_forward(label, pages, space(5, MIXED_FLOAT16), wide=True),
-        moe_forward(label, weights, space(12, MIXED_FLOAT16), wide=True),
+        moe_forward(label, layer(weights), space(12, MIXED_FLOAT16), wide=True),
     ):
         torch.testing.assert_close(result.double(), wanted, **limits)
 
@@ -181,14 +186,14 @@ def test_what_is_begun_ends_as_if_all_had_been_there(
     kind = to_torch(dtype)
     label, weights = routed(tokens, kind), experts(kind)
     some = [item if selected else None for item, selected in zip(weights, here, strict=True)]
-    expected = moe_forward(label, some, space(tokens, dtype), into=torch.ones_like(label.x))
+    expected = moe_forward(label, layer(some), space(tokens, dtype), into=torch.ones_like(label.x))
     values = {at: [part.clone() for part in weights[at]] for at in late}
     for at in late:
         for part in weights[at]:
             part.fill_(torch.nan)
     first_row, room = 4 * SPEC.top_k, space(tokens + 4, dtype)
     room.rows[:first_row] = 7
-    begun = SplitMoE(label, some, frozenset(late), room, first_row)
+    begun = SplitMoE(label, layer(some), frozenset(late), room, first_row)
     for at, parts in values.items():
         for part, right in zip(weights[at], parts, strict=True):
             part.copy_(right)

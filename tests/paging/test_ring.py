@@ -83,7 +83,6 @@ class World:
             far=(),
             parts=[range(SIZE)],
             slot_bytes=SIZE,
-            view=lambda slot: (slot, slot),
         )
         self.store.load(lambda page, slot, _: (slot.fill_(mark(page)), None)[1])
         self.experts.prediction = self.guessed  # type: ignore[method-assign]
@@ -116,19 +115,19 @@ class World:
         self.batch.chosen = HostCopy(ids, torch.ones(len(chosen), 1))
         self.reading = []
         outcome = small.fetch(Task(kind=TaskKind.READ_EXPERTS, lane=Lane.DISK, layer=layer))
-        experts = small.experts(layer)
+        pages = small.pages(layer)
         here = [expert for expert in set(chosen) if expert not in small.demand(layer).late]
-        self.check(experts, layer, here)  # before anything has come
+        self.check(pages, layer, here)  # before anything has come
         if isinstance(outcome, MovedBytes) and outcome.rest is not None:
             outcome.rest.wait()
-        self.check(experts, layer, sorted(set(chosen)))
-        self.reading = [(Page(layer=layer, expert=item), experts[item][0]) for item in set(chosen)]
+        self.check(pages, layer, sorted(set(chosen)))
+        self.reading = [(Page(layer=layer, expert=item), pages[item]) for item in set(chosen)]
         return outcome
 
     def check(self, result: Any, layer: int, experts: list[int]) -> None:
         for expert in experts:
             page = Page(layer=layer, expert=expert)
-            assert result[expert][0].eq(mark(page)).all(), f"{page.name} is {result[expert][0].tolist()}"
+            assert result[expert].eq(mark(page)).all(), f"{page.name} is {result[expert].tolist()}"
 
     def ahead(self, small: OnDemandPass, layer: int, *prediction: int) -> Any:
         self.prediction = list(prediction)

@@ -19,7 +19,6 @@ from moelight.hrm.placement import Placement, moved, place_pages, slot_table
 from moelight.paging.arena import allocate
 from moelight.paging.store import PageStore
 from moelight.profiles.model import ModelProfile
-from moelight.weights.load import page_views
 from tests.shapes import PARTS_OF_4_KIB, examples, placed, small_model, small_policy
 
 CPU = torch.device("cpu")
@@ -47,7 +46,6 @@ def open_store(
         far=offloaded_pages(placement) if placement.fast_tier == "device" else (),
         parts=costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes),
         slot_bytes=costs.page_slot_bytes(model, FLOAT32),
-        view=lambda slot: page_views(slot, model, torch.float32),
     )
     store.follow(placement.streamed, placement.computed)
     return store, placement, arenas
@@ -59,7 +57,7 @@ def test_experts_are_found_wherever_they_are(
     case: tuple[ModelProfile, Policy], part_bytes: int, data: st.DataObject
 ) -> None:
     """Stream pages through the ring for several passes, part by part and in any order of the parts: at each layer every
-    expert's view holds that expert."""
+    expert's page holds that expert."""
     model, policy = case
     store, placement, _ = open_store(model, policy, part_bytes=part_bytes)
     store.load(fill)
@@ -74,9 +72,9 @@ def test_experts_are_found_wherever_they_are(
                     fill(placement.streamed[k], slot)
                 k += 1
             if model.moe_layers[layer]:
-                for expert, weights in enumerate(store.weights_at(store.memory_of_experts(position)[layer])):
-                    assert weights is not None
-                    assert all(part.eq(mark(Page(layer=layer, expert=expert))).all() for part in weights)
+                for expert, page in enumerate(store.pages_at(store.memory_of_experts(position)[layer])):
+                    assert page is not None
+                    assert page.view(torch.float32).eq(mark(Page(layer=layer, expert=expert))).all()
         position += len(placement.streamed) * parts
 
 
@@ -165,7 +163,6 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
         far=offloaded_pages(placement),
         parts=[range(size)],
         slot_bytes=slot,
-        view=lambda s: (s, s),
     )
     targets: list[int] = []
 
@@ -203,7 +200,7 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
     of any sizes."""
     model, policy = case
     store, before = learned_store(model, policy)
-    addresses = [gate_up.data_ptr() for gate_up, _ in store.weights]
+    addresses = [page.data_ptr() for page in store.memory]
     experts, resident = model.experts.num_experts, set(before.resident)
     for _ in range(data.draw(st.integers(0, 6)) if before.streamed else 0):
         far = [page for page in before.tiers if page not in resident]
@@ -218,22 +215,21 @@ def test_experts_are_found_once_others_are_near(case: tuple[ModelProfile, Policy
         store.table[come.layer, come.expert], store.table[gone.layer, gone.expert] = slot, -1
         resident = resident - {gone} | {come}
         assert store.ring[ring].page.view(torch.float32).eq(mark(gone)).all()
-        assert store.ring[ring].weights[0][0, 0] == mark(gone)
     after = moved(before, resident)
     store.follow(after.streamed, after.computed)
     position = data.draw(st.integers(0, 9)) * len(after.streamed)
     for k, page in enumerate(after.streamed):
         fill(page, store.slot(Buffer(space="ring", index=k), position))
         last = k + 1 == len(after.streamed) or after.streamed[k + 1].layer != page.layer
-        result = store.weights_at(store.memory_of_experts(position)[page.layer]) if last else []
-        for expert, weights in enumerate(result):
+        result = store.pages_at(store.memory_of_experts(position)[page.layer]) if last else []
+        for expert, memory in enumerate(result):
             here = Page(layer=page.layer, expert=expert)
-            assert (weights is None) == (here in after.computed)
-            assert weights is None or all(part.eq(mark(here)).all() for part in weights)
-    assert [gate_up.data_ptr() for gate_up, _ in store.weights] == addresses, "memory never moves"
+            assert (memory is None) == (here in after.computed)
+            assert memory is None or memory.view(torch.float32).eq(mark(here)).all()
+    assert [page.data_ptr() for page in store.memory] == addresses, "memory never moves"
     for layer in range(model.num_layers):
         computed = store.computed_experts(layer, experts)
-        assert (layer in store.layers_computed) == any(computed)
+        assert (layer in store.layers_computed) == any(page is not None for page in computed)
         for expert, weights in enumerate(computed):
             assert weights is None or weights[0].eq(mark(Page(layer=layer, expert=expert))).all()
 

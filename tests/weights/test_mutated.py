@@ -22,7 +22,8 @@ from moelight.formats.ggml import GGML_FORMATS
 from moelight.hrm.costs import dense_bytes
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.models.checkpoints import open_model
-from moelight.models.quantized import QuantizedExperts
+from moelight.models.expert import arguments_of
+from moelight.models.pages import quantized_experts
 from moelight.profiles.gguf_models import open_gguf
 from moelight.weights.boxes import AssembledInfo
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
@@ -133,12 +134,10 @@ def _multiply(opened: OpenCheckpoint, layer: int) -> None:
     with PageReader(weight_map, profile, DTYPE) as reader:
         for expert, slot in enumerate(slots):
             reader.start(Page(layer=layer, expert=expert), slot)
-    experts = QuantizedExperts(weight_map.quantized)
-    result = experts.layer(layer, slots)
-    up = None if result[0].up is None else [item.up for item in result]
+    result = quantized_experts(weight_map.quantized).of_layer(layer, list(slots))
     x = torch.randn(ROWS * len(result), profile.hidden_size).to(DTYPE)
     offsets = torch.arange(len(result) + 1, dtype=torch.int32) * ROWS
-    out = cpu_expert_ffn(x, [item.gate_up for item in result], [item.down for item in result], offsets, up=up)  # type: ignore[arg-type]
+    out = cpu_expert_ffn(x, offsets=offsets, **arguments_of(result))
     assert out.shape == x.shape
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch import Tensor
 from moelight.core.errors import ScheduleError
 from moelight.kernels import native
 from moelight.kernels.activations import Activation
-from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Rows, Watch
+from moelight.models.expert import ExpertFunction, LayerExperts
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
 from moelight.models.graph.experts import forward
 from moelight.models.graph.families import ExpertForm
@@ -26,8 +26,8 @@ from moelight.models.graph.model import GraphModel, GraphRun, binding
 from moelight.models.graph.state import State
 from moelight.models.graph.weights import PagedMatrix
 from moelight.models.moe import Experts as Pages
-from moelight.models.moe import ExpertWeights, FormedExpert, Matrices, Routed, moe_forward
-from moelight.models.quantized import QuantizedExperts
+from moelight.models.moe import Routed, moe_forward
+from moelight.models.pages import PagedExperts
 from moelight.profiles.model import ModelProfile
 
 Kind = TypeVar("Kind", bound=Effect)
@@ -80,12 +80,12 @@ class GraphDecoder:
         graph: GraphModel,
         activations: Sequence[Activation | None],
         matrices: Sequence[Sequence[PagedMatrix]],
-        quantized: QuantizedExperts | None,
+        paged: PagedExperts,
         space: Workspace,
     ) -> None:
         """``activations``: of the layers that have experts; ``matrices``: of each layer's page, if the model is
-        dense; ``quantized``: finds the experts in pages of stored bytes."""
-        self._quantized = quantized
+        dense."""
+        self.paged = paged
         self.model, self.space, self.dtype = model, space, space.inputs.dtype
         self.sinks: dict[int, Tensor] = {}
         self._graph, self._matrices = graph, matrices
@@ -95,10 +95,13 @@ class GraphDecoder:
         forms = iter(graph.forms)
         self._forms: list[ExpertForm | None] = [next(forms) if moe else None for moe in graph.moe_layers]
         remaining = iter(activations)
-        self._by = [next(remaining) if moe else None for moe in graph.moe_layers]
-        pairs = zip(self._by, self._forms, strict=True)
+        self._functions = [
+            None if form is None else ExpertFunction(next(remaining), partial(forward, form), form.finish)
+            for form in self._forms
+        ]
         self.activations: Sequence[Activation | None] = [
-            None if form is None or form.finish is not None else by for by, form in pairs
+            None if function is None or function.finish is not None else function.activation
+            for function in self._functions
         ]
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
@@ -175,11 +178,9 @@ class GraphDecoder:
     def _to_page(self, layer: int, hidden: Tensor, running: Running) -> Routed:
         """All rows of the micro-batch to the page of dense ``layer``."""
 
-        def resume(experts: Pages) -> None:
-            assert not isinstance(experts, ExpertTable)
-            (bind,) = experts
-            assert callable(bind), f"the page of layer {layer} is not there"
-            bind(hidden)
+        def resume(experts: LayerExperts) -> None:
+            assert experts.install is not None, f"the page of layer {layer} is not there"
+            experts.install()
             running.next()
 
         if running.effect is not None:
@@ -188,27 +189,16 @@ class GraphDecoder:
         weights, ids = hidden.new_ones(once, dtype=torch.float32), hidden.new_zeros(once, dtype=torch.int32)
         return Routed(x=hidden, weights=weights, ids=ids, resume=resume)
 
-    def experts(
-        self, layer: int, pages: Sequence[tuple[Tensor, Tensor] | Matrices | Tensor | None]
-    ) -> Sequence[ExpertWeights | None]:
+    def experts(self, layer: int, pages: Sequence[Tensor | None]) -> LayerExperts:
         if self._matrices:
-            return [self._binding(layer, page) if isinstance(page, Tensor) else None for page in pages]
-        if (form := self._forms[layer]) is None:
-            return ()
-        by = self._by[layer]
-        if self._quantized is not None:
-            pages = self._quantized.layer(layer, pages)
-        return [
-            FormedExpert(page, by, partial(forward, form, page), form.finish) if isinstance(page, Matrices) else page
-            for page in pages
-            if not isinstance(page, Tensor)
-        ]
-
-    def layout_id(self, layer: int) -> int | None:
-        return 0 if self._quantized is None else self._quantized.layout_id(layer)
-
-    def matrices(self, layout_id: int, pages: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor] | Matrices]:
-        return pages if self._quantized is None else self._quantized.of_layout(layout_id, pages)
+            (page,) = pages
+            if page is None:
+                return LayerExperts((None,))
+            views = {matrix.name: matrix.of(page.view(self.dtype)) for matrix in self._matrices[layer]}
+            return LayerExperts((None,), install=binding(self._graph.module, views))
+        if (function := self._functions[layer]) is None:
+            return LayerExperts(())
+        return LayerExperts(self.paged.of_layer(layer, pages), function)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """By the block of ``layer`` on the input of the last layer's experts: what the graph adds to it is within."""
@@ -229,16 +219,6 @@ class GraphDecoder:
             if running.effect is not None:
                 raise ScheduleError(f"attention of layer {layer}, whose mixer has state of its own")
             running.value = attention
-
-    def _binding(self, layer: int, page: Tensor) -> ExpertWeights:
-        """Return the identity as an expert that first installs the matrices of ``layer``, views of ``page``."""
-        bind = binding(self._graph.module, {matrix.name: matrix.of(page) for matrix in self._matrices[layer]})
-
-        def expert(x: Tensor) -> Tensor:
-            bind()
-            return x
-
-        return expert
 
     def _state(self, rows: Rows) -> State:
         if not self._graph.stateful:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.activations import Activation
 from moelight.kernels.reference import gate_and_up
+from moelight.models.expert import Expert, product
 from moelight.models.graph.families import ExpertForm
-from moelight.models.moe import Matrices, product
 from moelight.weights.page_layout import PageLayout
 
 _PROBE = 65  # rows of what an activation is recognised by
@@ -26,31 +26,26 @@ _DIGITS = 6  # of a constant that is found by its effect
 
 
 class PageViews:
-    """Finds the expert in a page of ``elements``.
+    """Finds the expert in a page.
 
     Attributes:
         activations: of each of the layers' ``forms``; None: no kernel computes it.
     """
 
     def __init__(self, layout: PageLayout, forms: Sequence[ExpertForm]) -> None:
-        self._layout, self.elements = layout, layout.elements
+        self._layout = layout
         self.activations = [recognised(form) for form in forms]
-        gate_up, biases = layout.gate_up, (layout.gate_up_bias, layout.down_bias)
-        straight = gate_up is not None and not (gate_up.transposed or layout.down.transposed or layout.interleaved)
-        finished = any(form.finish is not None for form in forms)
-        self._plain = straight and biases == (None, None) and set(self.activations) == {SILU} and not finished
 
-    def of(self, page: Tensor) -> tuple[Tensor, Tensor] | Matrices:
-        """The expert whose page is ``page``, of the dtype of pages."""
+    def of(self, slot: Tensor, dtype: torch.dtype) -> Expert:
+        """The expert whose page, of values of ``dtype``, is in ``slot`` (uint8, at least a page long)."""
         layout = self._layout
-        is_joined = layout.gate_up is not None and (layout.gate_bias is None) == (layout.gate_up_bias is None)
-        joined, apart = layout.gate_up if is_joined else None, layout.gate is not None and not is_joined
-        first = joined or layout.gate or layout.up
-        if self._plain:
-            return first.of(page), layout.down.of(page)
+        page = slot[: layout.elements * dtype.itemsize].view(dtype)
+        apart = layout.gate is not None and (
+            layout.gate_up is None or (layout.gate_bias is not None and layout.gate_up_bias is None)
+        )
         first_bias = (layout.gate_bias if apart else layout.gate_up_bias) if layout.gate else layout.up_bias
         places = {
-            "gate_up": first,
+            "gate_up": layout.gate if apart else layout.gate_up or layout.up,
             "up": layout.up if apart else None,
             "down": layout.down,
             "gate_up_bias": first_bias,
@@ -58,21 +53,21 @@ class PageViews:
             "down_bias": layout.down_bias,
         }
         views: dict[str, Any] = {name: matrix.of(page) for name, matrix in places.items() if matrix is not None}
-        return Matrices(**views, interleaved=layout.interleaved)
+        return Expert(**views, interleaved=layout.interleaved)
 
 
-def forward(form: ExpertForm, matrices: Matrices, x: Tensor) -> Tensor:
-    """The expert by torch: x [n, H] -> [n, H]; gate and up may lie in another order than the module's own."""
-    inward = product(x, matrices.gate_up, matrices.gate_up_bias)
+def forward(form: ExpertForm, expert: Expert, x: Tensor) -> Tensor:
+    """``expert`` by torch: x [n, H] -> [n, H]; gate and up may lie in another order than the module's own."""
+    inward = product(x, expert.gate_up, expert.gate_up_bias)
     if not form.gated:
         activated = form.activate(inward)
-    elif matrices.up is not None:
-        activated = _activate(form, inward, product(x, matrices.up, matrices.up_bias))
-    elif len(form.inward) == 1 and matrices.interleaved == form.interleaved:
+    elif expert.up is not None:
+        activated = _activate(form, inward, product(x, expert.up, expert.up_bias))
+    elif len(form.inward) == 1 and expert.interleaved == form.interleaved:
         activated = form.activate(inward)
     else:
-        activated = _activate(form, *gate_and_up(inward, interleaved=matrices.interleaved))
-    out = product(activated, matrices.down, matrices.down_bias)
+        activated = _activate(form, *gate_and_up(inward, interleaved=expert.interleaved))
+    out = product(activated, expert.down, expert.down_bias)
     return out if form.finish is None else form.finish(out)
 
 

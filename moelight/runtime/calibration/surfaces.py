@@ -28,7 +28,9 @@ from moelight.kernels.gpu.attention import Ints, RaggedBatch, prompt_form
 from moelight.kernels.norm import rms_norm
 from moelight.kernels.products import Workspace, linear
 from moelight.models.decoder import NativeDecoder, rotation
+from moelight.models.expert import Expert, LayerExperts
 from moelight.models.moe import Experts, Routed, grouped_pages, moe_forward
+from moelight.models.pages import plain_experts
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
@@ -208,8 +210,8 @@ def moe_work(pool: Pool, shape: Shape, experts: int, tokens: int) -> tuple[Work,
     def work() -> Tensor:
         views = next(pages)
         if (address := views[0].data_ptr()) not in layers:
-            weights = list(zip(views[::2], views[1::2], strict=True))
-            layers[address] = grouped_pages(weights, views[0].dtype) or weights
+            made = [Expert(gate_up=gate_up, down=down) for gate_up, down in zip(views[::2], views[1::2], strict=True)]
+            layers[address] = grouped_pages(made, views[0].dtype) or LayerExperts(made)
         return moe_forward(next(routings), layers[address], space)
 
     return work, 6.0 * tokens * TOP_K * hidden * width
@@ -358,7 +360,9 @@ class _Layer:
         layer = LayerWeights(input_norm=ones, qkv=qkv, o=o, post_norm=ones, router=router)
         embed = torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype)
         weights = ModelWeights(embed=embed, head=embed, final_norm=ones, layers=(layer,))
-        self._decoder = NativeDecoder(_MODEL, weights, _workspace(_MODEL, 1, pool))
+        self._decoder = NativeDecoder(
+            _MODEL, weights, _workspace(_MODEL, 1, pool), paged=plain_experts(_MODEL, pool.dtype)
+        )
         self._hidden = pool.normal(tokens, HIDDEN)
         self._attention = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=pool.dtype)
         self._rope = rotation(spec, torch.arange(tokens), pool.dtype)

@@ -18,13 +18,14 @@ from moelight.hrm.costs import ExpertWorkspace
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.products import Workspace
 from moelight.kernels.reference import gate_and_up
+from moelight.models.expert import Expert, ExpertFunction, LayerExperts
 from moelight.models.graph.experts import PageViews, forward, recognised
 from moelight.models.graph.families import ExpertForm
 from moelight.models.graph.model import GraphModel, on_meta
 from moelight.models.graph.self_test import tiny
 from moelight.models.graph.support import moe_families
 from moelight.models.graph.weights import _matrices
-from moelight.models.moe import FormedExpert, Matrices, Routed, moe_forward
+from moelight.models.moe import Routed, moe_forward
 from moelight.weights.boxes import Tiled
 from moelight.weights.page_layout import lay_out
 from moelight.weights.source import TensorInfo
@@ -69,7 +70,7 @@ def page_of(form: ExpertForm, module: Any, dtype: torch.dtype) -> tuple[dict[str
     return page, PageViews(layout, [form]), torch.cat([page[run.info.name].flatten() for run in runs])
 
 
-def _not_called(x: Tensor) -> Tensor:
+def _not_called(expert: Expert, x: Tensor) -> Tensor:
     raise AssertionError("torch computes the expert")
 
 
@@ -86,22 +87,18 @@ def test_kernels_give_the_numbers_of_the_module(model_type: str) -> None:
     assert recognised(form) == FORMS[model_type]
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         page, views, values = page_of(form, module, dtype)
-        weights = views.of(values)
-        hidden = (weights.down if isinstance(weights, Matrices) else weights[1]).shape[0]
+        expert = views.of(values.view(torch.uint8), dtype)
+        hidden = expert.down.shape[0]
         x = torch.randn(ROWS, hidden, generator=torch.Generator().manual_seed(4)).mul(3).to(dtype)
         wanted = form.forward({name: tensor.double() for name, tensor in page.items()}, x.double())
         sizes = ExpertWorkspace(rows_bytes=1 << 18, wide_bytes=1 << 18, narrow_bytes=1 << 18)
         space = Workspace(torch.zeros(1 << 20, dtype=torch.uint8), sizes, hidden, dtype)
-        by = views.activations[0]
-        formed = isinstance(weights, Matrices)
-        assert formed == (model_type != "mixtral" or bool(finish))
-        expert = FormedExpert(weights, by, _not_called, form.finish) if formed else weights
+        function = ExpertFunction(views.activations[0], _not_called, form.finish)
         routed = Routed(x=x, weights=torch.ones(ROWS, 1), ids=torch.zeros(ROWS, 1, dtype=torch.int32))
-        result = moe_forward(routed, [expert], space)
+        result = moe_forward(routed, LayerExperts([expert], function), space)
         assert ((result.double() - wanted).abs().max() / wanted.abs().max()).item() <= tolerance
-        if formed:
-            by_torch = forward(form, weights, x)
-            assert ((by_torch.double() - wanted).abs().max() / wanted.abs().max()).item() <= tolerance
+        by_torch = forward(form, expert, x)
+        assert ((by_torch.double() - wanted).abs().max() / wanted.abs().max()).item() <= tolerance
 
 
 @pytest.mark.parametrize("model_type", [item for item, by in FORMS.items() if by.gated])
@@ -110,8 +107,7 @@ def test_torch_computes_gate_and_up_in_any_order(model_type: str) -> None:
     graph = graph_of(model_type)
     form, module = graph.forms[-1], graph.experts[-1]
     page, views, values = page_of(form, module, torch.float32)
-    first = views.of(values)
-    weights = first if isinstance(first, Matrices) else Matrices(gate_up=first[0], down=first[1])
+    weights = views.of(values.view(torch.uint8), torch.float32)
 
     def pair(both: Any, up: Any) -> tuple[Any, ...]:
         return (both, up) if up is not None or both is None else gate_and_up(both.t(), interleaved=form.interleaved)
@@ -131,7 +127,7 @@ def test_torch_computes_gate_and_up_in_any_order(model_type: str) -> None:
         if order != "apart":
             both = {"gate_up": (gate, up), "gate_up_bias": biases}
             parts = {name: arranged(*two, interleaved=order == "interleaved") for name, two in both.items()}
-        matrices = Matrices(**parts, down=weights.down, down_bias=weights.down_bias, interleaved=order == "interleaved")
+        matrices = Expert(**parts, down=weights.down, down_bias=weights.down_bias, interleaved=order == "interleaved")
         result = forward(form, matrices, x).double()
         assert ((result - wanted).abs().max() / wanted.abs().max()).item() <= 2e-6, order
 
