@@ -22,8 +22,7 @@ from moelight.formats.matrix import Matrix
 from moelight.formats.mxfp4 import mxfp4
 from moelight.formats.packed import PackedFormat
 from moelight.kernels.ffn import cpu_expert_ffn
-from moelight.kernels.quantized import dense_values
-from moelight.kernels.reference import expert_ffn
+from moelight.kernels.quantized import dense_values, expert_ffn
 from moelight.kernels.repack import repacked
 
 SHAPE, SIZES = "H1024 I3584 E8", (1024, 3584, 8)

@@ -1,6 +1,6 @@
 """Linear layers and experts on the CPU, over weights as the checkpoint stores them.
 
-Native where the extension is built, else `reference.py`. Tensors are in CPU memory, contiguous beyond the first
+Native where the extension is built, else `quantized.py`. Tensors are in CPU memory, contiguous beyond the first
 dimension. Every wrong argument is a ValueError that names it. ``threads`` None stands for torch.get_num_threads().
 
 Weights are float32, bfloat16 or float16, or a `Matrix[Tensor]` of any format: the product is that with its numbers
@@ -23,21 +23,19 @@ from torch import Tensor
 
 from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
-from moelight.kernels import arguments, native, reference
+from moelight.kernels import arguments, native, quantized
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, lend_given, stored
 from moelight.kernels.caching_allocator import RESULTS
-from moelight.kernels.integers import check_integers
-from moelight.kernels.quantized import lend_matrix, parts_checked
+from moelight.kernels.quantized import Weight, Weights, as_matrix, check_integers, lend_weight, parts_checked
 
 Tensors = Sequence[Tensor | None]
-Weights = Sequence[Tensor | Matrix[Tensor] | None]
 _BIASES = ("gate_up_bias", "up_bias", "down_bias")
 
 
 def cpu_linear(
     x: Tensor,
-    weight: Tensor | Matrix[Tensor],
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     activations: str = "auto",
@@ -49,23 +47,25 @@ def cpu_linear(
     x           [T, K]: float32, bfloat16 or float16
     weight      [N, K]: float32, bfloat16, float16 or quantised
     bias        [N], of any float
-    activations auto, or int8: of a quantised matrix whose codes are whole numbers; see `integers`
+    activations auto, or int8: of a quantised matrix whose codes are whole numbers; see `quantized`
     out         [T, N], dtype of x; must not overlap x
     """
     threads = arguments.check_threads(threads)
     extension = native.extension()
     if extension is None:
         tokens, inputs = check_tensor("x", x, FLOATS, (None, None))
-        shaped = _stand_in("weight", weight)
-        outputs, _ = check_tensor("weight", shaped, FLOATS, (None, None))
-        _check_weight(("weight", "bias"), (shaped, bias), (outputs, inputs), shaped.dtype, FLOATS)
+        matrix = _check_weight("weight", weight, (None, inputs))
+        if not matrix.stored.is_quantised:
+            check_tensor("weight", quantized.dense_values(matrix, x.dtype), FLOATS, matrix.shape)
+        if bias is not None:
+            check_tensor("bias", bias, FLOATS, (matrix.rows,))
         check_integers("weight", activations, weight)
         if out is not None:
-            check_tensor("out", out, x.dtype, (tokens, outputs))
-        return stored(reference.linear(x, weight, bias, activations=activations), out)
+            check_tensor("out", out, x.dtype, (tokens, matrix.rows))
+        return stored(quantized.linear(x, weight, bias, activations=activations), out)
+    lent = [as_dlpack("x", x), lend_weight("weight", weight), *lend_given(bias=bias)]
     if out is None:
-        out = RESULTS.empty((_rows("x", x), _rows("weight", weight)), x.dtype)
-    lent = [as_dlpack("x", x), _lend("weight", weight), *lend_given(bias=bias)]
+        out = RESULTS.empty((_rows("x", x.shape), _rows("weight", weight.shape)), x.dtype)
     extension.linear(*lent, activations, *lend(out=out), threads)
     return out
 
@@ -110,10 +110,11 @@ def cpu_expert_ffn(
     weights = {"gate_up": gate_up, "up": up, "down": down}
     extension = native.extension()
     if extension is None:
-        (wide, second, narrow), both = _stand_ins(weights, offsets, by_side), act.gated and up is None
-        cuts = _check_experts(x, wide, narrow, offsets, {"up": second} | biases, out, both=both)
+        cuts = _check_experts(x, weights, biases, offsets, out, both=act.gated and up is None)
+        for name, matrices in weights.items():
+            check_integers(name, by_side[name == "down"], *(matrices or ()))
         options: dict[str, Any] = {"activation": act, "interleaved": interleaved} | biases
-        return stored(reference.expert_ffn(x, gate_up, down, cuts, up=up, activations=by_side, **options), out)
+        return stored(quantized.expert_ffn(x, gate_up, down, cuts, up=up, activations=by_side, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
         out = RESULTS.empty(x.shape, x.dtype)
@@ -186,51 +187,17 @@ def cpu_expert_ffn_workspace(
     return int(extension.expert_ffn_workspace(*types, *how, tokens, hidden, intermediate, experts, threads))
 
 
-def _lend(name: str, weight: Tensor | Matrix[Tensor]) -> object:
-    return lend_matrix(name, weight) if isinstance(weight, Matrix) else as_dlpack(name, weight)
-
-
-def _stand_in(name: str, weight: Any) -> Any:
-    """``weight``, or instead of a quantised one, whose parts are checked, a tensor of its shape, which nobody reads."""
-    if not isinstance(weight, Matrix):
-        return weight
-    return torch.empty(parts_checked(name, weight).shape, dtype=torch.bfloat16)
-
-
-def _stand_ins(weights: Mapping[str, Weights | None], offsets: Tensor, activations: tuple[str, str]) -> list[Any]:
-    """Lists of weights as lists of tensors, where experts without rows have none; the quantised ones of ``gate_up`` and
-    ``up`` share one format, and those of ``down``, which the ``activations`` of their side can multiply."""
-    check_tensor("offsets", offsets, torch.int32, (None,))
-    busy = (offsets.diff() > 0).tolist()
-    stand_ins: list[Any] = []
-    forms: set[object] = set()
-    for name, matrices in weights.items():
-        check_integers(name, activations[name == "down"], *(matrices if isinstance(matrices, (list, tuple)) else ()))
-        if not isinstance(matrices, (list, tuple)) or not any(isinstance(weight, Matrix) for weight in matrices):
-            stand_ins.append(matrices)
-            continue
-        some = [weight if here else None for weight, here in zip(matrices, busy, strict=False)]
-        forms = forms if name == "up" else set()
-        forms |= {w.stored if isinstance(w, Matrix) else None for w in some if w is not None}
-        if len(forms) > 1:
-            raise ValueError(f"{name}: its matrices must have one format")
-        stand_ins.append([_stand_in(name, w) for w in some] + [None] * (len(matrices) - len(some)))
-    return stand_ins
-
-
-def _rows(name: str, tensor: object) -> int:
-    if isinstance(tensor, Matrix):
-        return tensor.rows
-    if not isinstance(tensor, Tensor) or tensor.ndim != 2:
+def _rows(name: str, shape: Sequence[int]) -> int:
+    if len(shape) != 2:
         raise ValueError(f"{name}: must be a tensor of two dimensions")
-    return tensor.shape[0]
+    return shape[0]
 
 
 def export(name: str, tensors: Weights) -> list[object]:
     """The weights of every expert, lent to the extension; None for None. Raises ValueError."""
     if not isinstance(tensors, (list, tuple)):
         raise ValueError(f"{name}: must be a list with one tensor per expert, is {type(tensors).__name__}")
-    return [None if tensor is None else _lend(name, tensor) for tensor in tensors]
+    return [None if tensor is None else lend_weight(name, tensor) for tensor in tensors]
 
 
 def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype | Format, **sizes: object) -> tuple[int, int]:
@@ -246,10 +213,9 @@ def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype | Format, **sizes
 
 def _check_experts(
     x: Tensor,
-    gate_up: Tensors,
-    down: Tensors,
+    weights: Mapping[str, Weights | None],
+    biases: Mapping[str, Tensors | None],
     offsets: Tensor,
-    optional: Mapping[str, Tensors | None],
     out: Tensor | None,
     *,
     both: bool,
@@ -261,56 +227,38 @@ def _check_experts(
     busy = [expert for expert, (first, last) in enumerate(pairwise(cuts)) if last > first]
     if out is not None:
         check_tensor("out", out, x.dtype, x.shape)
-    lists = {"gate_up": gate_up, "down": down} | {name: value for name, value in optional.items() if value is not None}
-    for name, tensors in lists.items():
-        if not isinstance(tensors, (list, tuple)):
-            raise ValueError(f"{name}: must be a list with one tensor per expert, is {type(tensors).__name__}")
-        if len(tensors) != len(cuts) - 1:
-            raise ValueError(f"{name}: has {len(tensors)} entries, offsets is for {len(cuts) - 1} experts")
-        for expert, tensor in enumerate(tensors):
-            if tensor is not None or expert in busy:
-                arguments.check_dense(name, tensor)
+    lists = {name: items for name, items in {**weights, **biases}.items() if items is not None}
+    for name, items in lists.items():
+        export(name, items)
+        if len(items) != len(cuts) - 1:
+            raise ValueError(f"{name}: has {len(items)} entries, offsets is for {len(cuts) - 1} experts")
     if not busy:
         return cuts
-    wide = _upright("gate_up", gate_up[busy[0]])
-    rows, _ = check_tensor("gate_up", wide, FLOATS, (None, None))
-    rows = rows if wide is gate_up[busy[0]] else wide.shape[1]
+    rows = as_matrix("gate_up", lists["gate_up"][busy[0]]).rows
     if both and rows % 2:
         raise ValueError(f"gate_up: must have an even number of rows, has {rows}")
     inner = rows // 2 if both else rows
+    forms: set[Format] = set()
     for name, shape in (("gate_up", (rows, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-        if name not in lists:
-            continue
-        names = (name, f"{name}_bias")
-        dtype = arguments.check_dense(name, lists[name][busy[0]]).dtype
+        forms = {form for form in forms if name == "up" and form.is_quantised}
         bias_dtypes: tuple[torch.dtype, ...] = FLOATS
-        for expert in busy:
-            weight, bias = (lists[part][expert] if part in lists else None for part in names)
-            _check_weight(names, (weight, bias), shape, dtype, bias_dtypes)
-            bias_dtypes = bias_dtypes if bias is None else (bias.dtype,)
+        for expert in busy if name in lists else ():
+            forms.add(_check_weight(name, lists[name][expert], shape).stored)
+            if (tensors := biases[f"{name}_bias"]) is not None:
+                bias = arguments.check_dense(f"{name}_bias", tensors[expert])
+                check_tensor(f"{name}_bias", bias, bias_dtypes, shape[:1])
+                bias_dtypes = (bias.dtype,)
+        if len(forms) > 1:
+            raise ValueError(f"{name}: its matrices must have one format")
     return cuts
 
 
-def _upright(name: str, weight: Tensor | None) -> Tensor:
-    """``weight``, or its transpose if that has the contiguous rows."""
-    weight = arguments.check_dense(name, weight)
-    transposed = weight.ndim == 2 and weight.shape[1] > 1 and weight.stride(1) != 1 and weight.stride(0) == 1
-    return weight.t() if transposed else weight
-
-
-def _check_weight(
-    names: tuple[str, str],
-    tensors: tuple[Tensor | None, Tensor | None],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    bias_dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Check one weight and its bias (`names`, ``tensors``), where ``shape`` is (outputs, inputs)."""
-    (weight, bias), (rows, depth) = tensors, shape
-    if rows < 1 or depth < 1:
-        raise ValueError(f"{names[0]}: is empty: {shape}")
-    upright = _upright(names[0], weight)
-    sizes = (rows, depth) if upright is weight else (depth, rows)
-    check_tensor(names[0], upright, dtype if dtype in FLOATS else FLOATS, sizes)
-    if bias is not None:
-        check_tensor(names[1], bias, bias_dtypes, (rows,))
+def _check_weight(name: str, weight: object, shape: tuple[int | None, int]) -> Matrix[Tensor]:
+    """Check one weight, where ``shape`` is (outputs, inputs)."""
+    matrix = as_matrix(name, weight)
+    if 0 in matrix.shape:
+        raise ValueError(f"{name}: is empty: {matrix.shape}")
+    if any(size not in (None, actual) for size, actual in zip(shape, matrix.shape, strict=True)):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: must have shape [{sizes}], has {list(matrix.shape)}")
+    return parts_checked(name, matrix)

@@ -19,8 +19,8 @@ from moelight.kernels import arguments, native, reference
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, stored
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.gpu import serving
-from moelight.kernels.gpu.grouped import on_device
 from moelight.kernels.gpu.routing import by_hand
+from moelight.kernels.gpu.serving import on_device
 
 _HEAD_NUMBERS = 1024  # half as many as a program of `finish_heads` holds
 

@@ -20,13 +20,11 @@ from torch.nn import functional
 from moelight.hrm.costs import EXPERT_ROWS, ExpertWorkspace
 from moelight.hrm.footprint import SLAB_BYTES
 from moelight.kernels import native
+from moelight.kernels.activations import SHRINK
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 from moelight.kernels.quantized import StackedMatrix
 
-# Mixed precision stores act(gate) * up in float16 times this power of two, which the float32 sums of `down` undo: it
-# ends at 1,048,064, not 65,504, and numbers from 2^-10 on keep all bits.
-SHRINK = 2.0**-4
 _STEPS = ((4, 1), (64, 4), (256, 8), (1024, 16))
 _COARSEST = 32
 _ROWS_ON_THE_RIGHT = range(12, 49)

@@ -1,27 +1,50 @@
-"""Matrices in a stored format, and their values: by `kernels.formats`, the reference for kernels, or natively.
+"""Matrices in memory, of any format: their values, and their products by torch, the reference for kernels. Floats are
+the format `plain`; as a weight a tensor stands for such a matrix.
 
-Shapes: R rows (outputs), C columns (inputs), G groups of columns. Results are float32, or a narrower dtype rounded once
-from it, which equals what the reference libraries compute in that dtype; memory beyond the result is a few times that
-of the rows asked for.
+Shapes: T tokens, R rows (outputs), C columns (inputs), G groups of columns. Values are float32, or a narrower dtype
+rounded once from it, which equals what the reference libraries compute in that dtype; memory beyond the result is a few
+times that of the rows asked for.
+
+Products with int8 activations are of matrices whose codes are integers. A token is cut into groups of columns: the
+groups in which a row of the matrix has its scales, or 128, 64 or 32 columns that lie in one, or the block of 256 whose
+parts have scales (ggml's K formats; llama.cpp rounds activations so, too). Each group is a float32 scale, its largest
+magnitude over 127, times int8 numbers, rounded to nearest, ties to even. A sum takes the groups in order, each product
+and each sum rounded to float32: the exact sum of the products of integers, those of a part times its step, times the
+scale of the row; less, where a format takes something off, the exact sum of each part's `low` times its numbers, times
+the row's `least`; times the scale of the token. Nothing else has any influence on a bit of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moelight.core.errors import ConfigError
 from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
+from moelight.formats.plain import PLAIN_FORMATS
 from moelight.hrm.footprint import DEQUANTISED_ROWS
 from moelight.kernels import arguments, native
+from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend
-from moelight.kernels.formats.reference import Tensors
+from moelight.kernels.formats.reference import Tensors, WholeNumbers, group_of
 from moelight.kernels.formats.table import reference_of
+from moelight.kernels.reference import gate_and_up
+
+Weight: TypeAlias = Tensor | Matrix[Tensor]
+Weights: TypeAlias = Sequence[Weight | None]
+_PLAIN = {to: PLAIN_FORMATS[name] for to, name in zip(FLOATS, ("F32", "BF16", "F16"), strict=True)}
+_VALUES = ".weight"  # of `PlainFormat`
+INT8 = "int8"
+ACTIVATIONS = ("auto", INT8)
+_LEAST_MAGNITUDE = 1e-30  # below it, a group of a token is zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +68,28 @@ class StackedMatrix:
         return cpu_dequantize(some, out.dtype, out=out)
 
 
-def dense_values(weight: Tensor | Matrix[Tensor], dtype: torch.dtype) -> Tensor:
-    """``weight`` if it is a tensor, else its values [R, C] as ``dtype``."""
-    if not isinstance(weight, Matrix):
+def as_matrix(name: str, weight: object) -> Matrix[Tensor]:
+    """``weight``, or of a tensor [R, C] of floats the matrix; raises ValueError that names ``name``."""
+    if isinstance(weight, Matrix):
         return weight
+    tensor = arguments.check_dense(name, weight)
+    check_tensor(name, upright(tensor), FLOATS, (None, None))
+    rows, columns = tensor.shape
+    return Matrix(stored=_PLAIN[tensor.dtype], rows=rows, columns=columns, tensors={_VALUES: tensor})
+
+
+def upright(tensor: Tensor) -> Tensor:
+    """``tensor``, or its transpose if that has the contiguous rows."""
+    transposed = tensor.ndim == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1 and tensor.stride(0) == 1
+    return tensor.t() if transposed else tensor
+
+
+def dense_values(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The values [R, C] of ``weight``: as ``dtype``, those of floats as they are."""
+    if isinstance(weight, Tensor):
+        return weight
+    if not weight.stored.is_quantised:
+        return weight.tensors[_VALUES]
     out = torch.empty(weight.shape, dtype=dtype, device=next(iter(weight.tensors.values())).device)
     for begin, block in row_blocks(weight.stored, weight.tensors, weight.rows, weight.columns):
         out[begin : begin + len(block)].copy_(block)
@@ -69,19 +110,21 @@ def cpu_dequantize(
     if out is not None:
         check_tensor("out", out, dtype, matrix.shape)
     if extension is None or not matrix.stored.is_quantised:
-        values = dense_values(parts_checked("matrix", matrix), dtype)
+        values = dense_values(parts_checked("matrix", matrix), dtype).to(dtype)
         return values if out is None else out.copy_(values)
     out = torch.empty(matrix.shape, dtype=dtype) if out is None else out
-    extension.dequantize(lend_matrix("matrix", matrix), *lend(out=out), threads)
+    extension.dequantize(lend_weight("matrix", matrix), *lend(out=out), threads)
     return out
 
 
-def lend_matrix(name: str, matrix: Matrix[Tensor]) -> object:
-    """Check the parts of ``matrix`` and return the extension's arguments for it: format and sizes, and DLPack capsules
-    of codes, scales, zero points and order; of plain numbers the capsule alone."""
-    form, parts = matrix.stored, matrix.tensors
+def lend_weight(name: str, weight: Weight) -> object:
+    """The extension's arguments for ``weight``: of floats a DLPack capsule; else format and sizes, and capsules of
+    codes, scales, zero points and order."""
+    if not isinstance(weight, Matrix):
+        return as_dlpack(name, weight)
+    form, parts = weight.stored, weight.tensors
     if not form.is_quantised:
-        return as_dlpack(name, parts_checked(name, matrix).tensors[form.names[0]])
+        return as_dlpack(name, parts[_VALUES])
     lent: list[object] = [None] * 4
     needed = (True, True, form.zero_points, form.order)
     for index, suffix in enumerate(form.names):
@@ -93,8 +136,8 @@ def lend_matrix(name: str, matrix: Matrix[Tensor]) -> object:
     return (
         form.native_name,
         form.bits,
-        matrix.rows,
-        matrix.columns,
+        weight.rows,
+        weight.columns,
         form.group,
         form.group_rows,
         form.zero_bias,
@@ -113,7 +156,8 @@ def parts_checked(name: str, matrix: Matrix[Tensor], device: torch.device | None
         if part.suffix not in matrix.stored.names:
             continue
         tensor = arguments.check_dense(name, matrix.tensors.get(part.suffix), device)
-        if not tensor.is_contiguous() or tensor.numel() != math.prod(part.shape):
+        dense = tensor.is_contiguous() or not matrix.stored.is_quantised
+        if not dense or tensor.numel() != math.prod(part.shape):
             shape = f"contiguous {list(part.shape)}, is {list(tensor.shape)}"
             raise ValueError(f"{name}: its part {part.suffix} must be {shape}")
     return matrix
@@ -139,3 +183,133 @@ def row_blocks(
     """``(first row, numbers [at most ``max_rows``, C])`` over all rows."""
     for begin in range(0, rows, max_rows):
         yield begin, unpack(stored, parts, begin, min(rows, begin + max_rows), columns, dtype)
+
+
+def check_integers(name: str, activations: str, *weights: object) -> None:
+    """Raise ValueError unless ``weights``, of which some may be None, can be multiplied so."""
+    for weight in weights if is_rounded(activations) else ():
+        if weight is not None and (reason := no_integers(as_matrix(name, weight))) is not None:
+            raise ValueError(f"{name}: {reason}")
+
+
+def is_rounded(activations: str) -> bool:
+    """True if ``activations``, of `ACTIVATIONS` (else ValueError), are rounded to int8."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: must be auto or int8, is {activations!r}")
+    return activations == INT8
+
+
+def no_integers(weight: Matrix[Tensor]) -> str | None:
+    """The reason why ``weight`` is no matrix of whole numbers times scales, or None."""
+    reason = weight.stored.int8_reason
+    order = weight.tensors[weight.stored.names[3]] if reason is None and weight.stored.order else None
+    if order is not None and not torch.equal(order.long(), group_of(weight.stored, weight.columns, order.device)):
+        reason = "int8 activations need columns in the order of their groups"
+    return reason
+
+
+def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [T, C] -> int8 numbers as int32 [T, groups, ``group``], with zeros behind the last column, and scales float32
+    [T, groups]."""
+    tokens, columns = x.shape
+    groups = -(-columns // group)
+    padded = torch.zeros(tokens, groups * group, device=x.device)
+    padded[:, :columns] = x.float()
+    parts = padded.view(tokens, groups, group)
+    largest = parts.abs().amax(-1)
+    scales = largest / 127
+    factors = torch.full_like(largest, 127) / largest  # not the reciprocal times 127
+    lost, small = ~largest.isfinite(), largest < _LEAST_MAGNITUDE
+    factors[lost | small] = 0
+    scales[small], scales[lost] = 0, torch.nan
+    values = torch.where((lost | small).unsqueeze(-1), 0, parts * factors.unsqueeze(-1))
+    return values.round().int(), scales
+
+
+def integer_product(x: Tensor, matrix: Matrix[Tensor]) -> Tensor:
+    """x [T, C] times ``matrix`` [R, C] -> float32 [T, R]."""
+    integers = whole_numbers(matrix)
+    values, token_scales = round_tokens(x, integers.group)
+    rows, columns = matrix.shape
+    padded = torch.zeros(rows, values.shape[1] * integers.group, dtype=torch.int32, device=x.device)
+    padded[:, :columns] = integers.values
+    # whole numbers are exact in float64
+    tokens, codes = (tensor.reshape(len(tensor), -1, integers.part).double() for tensor in (values, padded))
+    sums, parts = torch.zeros(len(x), rows, device=x.device), integers.group // integers.part
+    for g in range(token_scales.shape[1]):
+        exact, low = torch.zeros((2, len(x), rows), dtype=torch.float64, device=x.device)
+        for p in range(g * parts, (g + 1) * parts):
+            product = tokens[:, p] @ codes[:, p].t()
+            exact += product if integers.steps is None else product * integers.steps[:, p]
+            if integers.lows is not None:
+                low += tokens[:, p].sum(-1, keepdim=True) * integers.lows[:, p]
+        value = exact.float() * integers.scales[:, g]
+        if integers.least is not None:
+            value = value - low.float() * integers.least[:, g]
+        sums = sums + value * token_scales[:, g, None]
+    return sums
+
+
+def whole_numbers(matrix: Matrix[Tensor]) -> WholeNumbers:
+    """``matrix``, of a format with integers, as whole numbers and scales."""
+    stored = matrix.stored
+    return reference_of(stored).integers(stored, matrix.tensors, matrix.rows, matrix.columns)
+
+
+def linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    activations: str = "auto",
+) -> Tensor:
+    """`cpu_linear`: x [T, K] -> x weight^T + bias [T, N], in float32 or wider, rounded to x's dtype."""
+    return _product(x, weight, bias, activations).to(x.dtype)
+
+
+def _product(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    activations: str,
+) -> Tensor:
+    if activations == INT8:
+        sums = integer_product(x, as_matrix("weight", weight))
+        return sums if bias is None else sums + bias.float()
+    values = dense_values(weight, x.dtype)
+    dtype = torch.promote_types(torch.promote_types(x.dtype, values.dtype), torch.float32)
+    return functional.linear(x.to(dtype), values.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def expert_ffn(
+    x: Tensor,
+    gate_up: Weights,
+    down: Weights,
+    offsets: Sequence[int],
+    *,
+    up: Weights | None = None,
+    activation: Activation = SILU,
+    interleaved: bool = False,
+    gate_up_bias: Sequence[Tensor | None] | None = None,
+    up_bias: Sequence[Tensor | None] | None = None,
+    down_bias: Sequence[Tensor | None] | None = None,
+    activations: tuple[str, str] = ("auto", "auto"),
+) -> Tensor:
+    """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e has rows offsets[e] to offsets[e + 1]."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for e, (first, last) in enumerate(pairwise(offsets)):
+        wide, narrow = gate_up[e], down[e]
+        if first == last or wide is None or narrow is None:
+            continue
+        first_bias, second_bias, bias = (
+            None if tensors is None else tensors[e] for tensors in (gate_up_bias, up_bias, down_bias)
+        )
+        rows = x[first:last]
+        projected = [_product(rows, wide, first_bias, activations[0])]
+        if up is not None and (second := up[e]) is not None:
+            projected.append(_product(rows, second, second_bias, activations[0]))
+        elif activation.gated:
+            projected = list(gate_and_up(projected[0], interleaved=interleaved))
+        inner = activation(*projected).to(x.dtype)
+        out[first:last] = linear(inner, narrow, bias, activations=activations[1])
+    return out

@@ -15,11 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moelight.formats.matrix import Matrix
-from moelight.kernels.activations import SILU, Activation
-from moelight.kernels.integers import INT8, integer_product
-from moelight.kernels.quantized import dense_values
-
 Cache = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -254,65 +249,6 @@ def route_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Ten
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, ids[:, :top_k]
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor | Matrix[Tensor],
-    bias: Tensor | None = None,
-    *,
-    activations: str = "auto",
-) -> Tensor:
-    """`cpu_linear`: x [T, K] -> x weight^T + bias [T, N], in float32 or wider, rounded to x's dtype."""
-    return _product(x, weight, bias, activations).to(x.dtype)
-
-
-def _product(
-    x: Tensor,
-    weight: Tensor | Matrix[Tensor],
-    bias: Tensor | None,
-    activations: str,
-) -> Tensor:
-    if activations == INT8 and isinstance(weight, Matrix):
-        sums = integer_product(x, weight)
-        return sums if bias is None else sums + bias.float()
-    values = _wide(dense_values(weight, x.dtype))
-    wide = torch.promote_types(x.dtype, values.dtype)
-    return functional.linear(x.to(wide), values.to(wide), None if bias is None else bias.to(wide))
-
-
-def expert_ffn(
-    x: Tensor,
-    gate_up: Sequence[Tensor | Matrix[Tensor] | None],
-    down: Sequence[Tensor | Matrix[Tensor] | None],
-    offsets: Sequence[int],
-    *,
-    up: Sequence[Tensor | Matrix[Tensor] | None] | None = None,
-    activation: Activation = SILU,
-    interleaved: bool = False,
-    gate_up_bias: Sequence[Tensor | None] | None = None,
-    up_bias: Sequence[Tensor | None] | None = None,
-    down_bias: Sequence[Tensor | None] | None = None,
-    activations: tuple[str, str] = ("auto", "auto"),
-) -> Tensor:
-    """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e has rows offsets[e] to offsets[e + 1]."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for e, (first, last) in enumerate(pairwise(offsets)):
-        wide, narrow = gate_up[e], down[e]
-        if first == last or wide is None or narrow is None:
-            continue
-        first_bias, second_bias, bias = (
-            None if tensors is None else tensors[e] for tensors in (gate_up_bias, up_bias, down_bias)
-        )
-        rows = x[first:last]
-        projected = [_product(rows, wide, first_bias, activations[0])]
-        if up is not None and (second := up[e]) is not None:
-            projected.append(_product(rows, second, second_bias, activations[0]))
-        elif activation.gated:
-            projected = list(gate_and_up(projected[0], interleaved=interleaved))
-        inner = activation(*projected).to(x.dtype)
-        out[first:last] = linear(inner, narrow, bias, activations=activations[1])
-    return out
 
 
 def gate_and_up(both: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:

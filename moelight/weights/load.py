@@ -28,8 +28,7 @@ from moelight.core.units import MiB, align_up
 from moelight.formats.format import PAGE_ALIGNMENT, RepackTable
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts, page_bytes
 from moelight.kernels import native
-from moelight.kernels.integers import no_integers
-from moelight.kernels.quantized import StackedMatrix, cpu_dequantize, row_blocks
+from moelight.kernels.quantized import StackedMatrix, cpu_dequantize, no_integers, row_blocks
 from moelight.kernels.repack import in_group_order, repacked, turn
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.model import ModelProfile

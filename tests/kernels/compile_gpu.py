@@ -176,7 +176,7 @@ def product(
     program, arguments, constants = grouped.program_of(
         pages, part, x, out, slots, tokens, tile, pages.activation, 0.5 if stored else 1.0, wide=wide
     )
-    constants |= {"PRODUCT": grouped.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
+    constants |= {"PRODUCT": serving.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
     label = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
     return facts(label, card, program, arguments, constants, **tiles.launch_options(tile))
 
@@ -238,7 +238,7 @@ def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes:
     arguments, constants = attention.arguments_of(
         q, new, new, batch, 0.1, tile, decodes=decodes, **rest, buffer_scale=scales, out=q
     )
-    constants |= {"PRODUCT": grouped.triton_dtype(dtype), "BY_HAND": False}
+    constants |= {"PRODUCT": serving.triton_dtype(dtype), "BY_HAND": False}
     label = f"{NAMES[dtype]} attention {options}{'decode' if decodes else 'prompt'} {head_dim}"
     return facts(
         label,

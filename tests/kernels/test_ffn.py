@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moelight.kernels import reference
+from moelight.kernels import quantized
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.ffn import cpu_expert_ffn
 from tests.fuzz import fuzz
@@ -89,7 +89,7 @@ class Layer:
         )
         arguments = exact.arguments()
         arguments["offsets"] = arguments["offsets"].tolist()
-        return reference.expert_ffn(**arguments, activation=activation_of(activation))
+        return quantized.expert_ffn(**arguments, activation=activation_of(activation))
 
 
 def layer(
@@ -152,7 +152,7 @@ def test_types_of_weights_may_differ(server):
 def test_agrees_with_the_twin_in_use(server):
     call = layer([4, 0, 9], 64, 96, dtype=torch.float32, kind="float32")
     weights = call.up, call.down
-    expected = reference.expert_ffn(call.x, *weights, call.offsets.tolist())
+    expected = quantized.expert_ffn(call.x, *weights, call.offsets.tolist())
     assert relative_error(cpu_expert_ffn(call.x, *weights, call.offsets), expected.double()) <= 1e-5
 
 
@@ -420,5 +420,5 @@ def test_experts_are_refused_or_right(server, data):
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in call
         return
-    expected = reference.expert_ffn(**call, offsets=offsets.tolist())
+    expected = quantized.expert_ffn(**call, offsets=offsets.tolist())
     assert relative_error(result, expected.double()) <= 1e-5

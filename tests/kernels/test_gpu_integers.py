@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
-from moelight.kernels import reference
+from moelight.kernels import quantized
 from moelight.kernels.activations import Activation
 from moelight.kernels.gpu import serving, tiles
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.integers import round_rows
 from moelight.kernels.gpu.quantized import QuantizedTable
-from moelight.kernels.integers import round_tokens
+from moelight.kernels.quantized import round_tokens
 from tests.kernels.gpu_layers import distance, rows_of
 from tests.kernels.quantized import FORMATS, int8, matrix, packed, step
 from tests.kernels.test_gpu_quantized import BY_TRITON, moved
@@ -49,7 +49,7 @@ def table(up: list[Matrix[Tensor]], down: list[Matrix[Tensor]], device: torch.de
 def truth(x: Tensor, pages: Any, offsets: Tensor) -> Tensor:
     """By the reference."""
     parts = {name: [moved(part, torch.device("cpu")) for part in pages.parts[name]] for name in ("gate_up", "down")}
-    return reference.expert_ffn(
+    return quantized.expert_ffn(
         x.cpu(),
         parts["gate_up"],
         parts["down"],

@@ -14,9 +14,10 @@ from moelight.formats.fp8 import fp8
 from moelight.formats.matrix import Matrix
 from moelight.formats.mxfp4 import mxfp4
 from moelight.kernels.activations import SILU, Activation
-from moelight.kernels.gpu.grouped import expert_ffn, triton_dtype
+from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.kernels.gpu.serving import triton_dtype
 from moelight.kernels.quantized import dense_values
 from tests.kernels.gpu_layers import distance, rows_of
 from tests.kernels.quantized import FORMATS, matrix, packed, step

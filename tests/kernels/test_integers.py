@@ -13,8 +13,7 @@ from moelight.formats.matrix import Matrix
 from moelight.formats.plain import plain
 from moelight.kernels import native
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
-from moelight.kernels.integers import integer_product, round_tokens, whole_numbers
-from moelight.kernels.quantized import dense_values
+from moelight.kernels.quantized import dense_values, integer_product, round_tokens, whole_numbers
 from tests.kernels.conftest import ISAS
 from tests.kernels.quantized import FORMATS, garbage, int8, matrix, packed, step
 from tests.kernels.stored import generator, serving

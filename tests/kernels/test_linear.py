@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelight.kernels import native, reference
+from moelight.kernels import native, quantized
 from moelight.kernels.ffn import cpu_linear
 from tests.fuzz import fuzz
 from tests.kernels.paged import TOLERANCE, relative_error
@@ -44,7 +44,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def truth(x, weight, bias=None):
-    return reference.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    return quantized.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -82,7 +82,7 @@ def test_rows_may_be_strided(server):
     randn = generator(3)
     x, weight = randn(9, 50)[:, :40], randn(30, 64)[:, 3:43]
     out = torch.zeros(9, 31)[:, :30]
-    expected = reference.linear(x.double(), weight.double())
+    expected = quantized.linear(x.double(), weight.double())
     assert cpu_linear(x, weight, out=out) is out
     assert relative_error(out, expected) <= 1e-5
     half = torch.zeros(9, 31, dtype=torch.bfloat16)
@@ -200,6 +200,6 @@ def test_linear_refuses_or_is_right(server, data):
     except ValueError as refusal:
         assert str(refusal).split(":")[0] in arguments
         return
-    expected = reference.linear(**arguments)
+    expected = quantized.linear(**arguments)
     assert result.shape == expected.shape
     assert relative_error(result, expected.double()) <= 1e-2

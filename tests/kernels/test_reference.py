@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moelight.kernels import reference
+from moelight.kernels import quantized, reference
 from moelight.kernels.ffn import cpu_expert_ffn
 from tests.kernels.paged import paged, relative_error
 
@@ -137,7 +137,7 @@ def test_expert_ffn(dtype, tolerance):
     x = torch.randn(10, 32).to(dtype)
     gate_up = [torch.randn(48, 32).to(dtype) / 6 for _ in range(4)]
     down = [torch.randn(32, 24).to(dtype) / 5 for _ in range(4)]
-    result = reference.expert_ffn(x, [gate_up[0], None, *gate_up[2:]], [down[0], None, *down[2:]], offsets)
+    result = quantized.expert_ffn(x, [gate_up[0], None, *gate_up[2:]], [down[0], None, *down[2:]], offsets)
     assert result.dtype == dtype
     expert_of = [0, 0, 0, 2, 3, 3, 3, 3, 3, 3]
     for token, e in enumerate(expert_of):
@@ -151,4 +151,4 @@ def test_an_expert_with_rows_needs_weights():
 
 
 def test_expert_ffn_without_tokens():
-    assert reference.expert_ffn(torch.randn(0, 8), [None], [None], [0, 0]).shape == (0, 8)
+    assert quantized.expert_ffn(torch.randn(0, 8), [None], [None], [0, 0]).shape == (0, 8)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moelight.formats.awq import AWQFormat
-from moelight.kernels.formats.gptq import ByColumnReference, by_output, codes_by_row
-from moelight.kernels.formats.reference import Tensors, group_of
+from moelight.kernels.formats.reference import ByColumnReference, Tensors, by_output, codes_by_row, group_of
 
 _OFFSETS = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of each of its eight rows
 

@@ -57,6 +57,13 @@ class Reference(ABC):
         return tensors[stored.names[1]].float().reshape(rows, -1)
 
 
+class ByColumnReference(Reference):
+    """The functions of a matrix that is stored by columns (GPTQ, AWQ), scales [G, R]."""
+
+    def scales(self, stored: Any, tensors: Tensors, rows: int, columns: int) -> Tensor:
+        return tensors[stored.names[1]].float().t()
+
+
 class Encoder(Reference):
     """The functions of a format that values are rounded to (`convert.rounding`): symmetric codes, scales by row."""
 
@@ -103,3 +110,19 @@ def words(packed: Tensor, bits: int, dim: int = -1) -> Tensor:
 def group_of(stored: Format, columns: int, device: torch.device) -> Tensor:
     """The group of each column [C]."""
     return torch.arange(columns, device=device) // (stored.group or columns)
+
+
+def codes_by_row(packed: Tensor, bits: int, begin: int, end: int, offsets: tuple[int, ...] | None = None) -> Tensor:
+    """Codes [any, R] of rows ``begin`` to ``end`` out of words ``packed`` [any, R / codes a word]. ``offsets``: the
+    offset in a word of each of its rows."""
+    per_word = 32 // bits
+    first, last = begin // per_word, -(-end // per_word)
+    codes = words(packed[:, first:last].unsqueeze(-1), bits)
+    if offsets is not None:
+        codes = codes[..., list(offsets)]
+    return codes.flatten(1)[:, begin - first * per_word :][:, : end - begin]
+
+
+def by_output(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
+    """(codes [C, R] - zeros [G, R]) x scales [G, R], as [R, C]."""
+    return ((codes.float() - zeros.float()[groups]) * scales.float()[groups]).t().contiguous()

@@ -27,7 +27,7 @@ from moelight.kernels import arguments, reference
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.copies import pinned
 from moelight.kernels.gpu import serving, tiles
-from moelight.kernels.gpu.grouped import on_device, triton_dtype
+from moelight.kernels.gpu.serving import on_device, triton_dtype
 
 MOST_HEAD_DIM = 256
 _BUFFER = -(1 << 30)  # `attention_triton.IN_BUFFER`

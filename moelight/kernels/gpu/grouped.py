@@ -9,7 +9,6 @@ Legend: R routed rows, T rows of x, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
@@ -21,15 +20,14 @@ from torch.nn import functional
 from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
 from moelight.kernels import arguments
-from moelight.kernels.activations import Activation, activation_of
+from moelight.kernels.activations import SHRINK, Activation, activation_of
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.gpu import grouped_cuda, integers, quantized, serving, tiles
 from moelight.kernels.gpu.integers import RoundedRows, round_rows
 from moelight.kernels.gpu.pages import PARTS, ExpertTable, PageTable
 from moelight.kernels.gpu.quantized import QuantizedTable
-from moelight.kernels.integers import integer_product
-from moelight.kernels.products import SHRINK
-from moelight.kernels.quantized import dense_values
+from moelight.kernels.gpu.serving import on_device, triton_dtype
+from moelight.kernels.quantized import dense_values, integer_product
 from moelight.kernels.reference import gate_and_up
 
 _MAP_NUMBERS = 4096
@@ -64,7 +62,7 @@ def expert_ffn(
     wide     float16 does not hold the bfloat16 matrices: products in float32
 
     Sums in float32; the activation is rounded to x's dtype, in mixed precision after it was multiplied by
-    `products.SHRINK`, which the sums undo. Rows of an expert without a page are zeros, because another processor
+    `activations.SHRINK`, which the sums undo. Rows of an expert without a page are zeros, because another processor
     computes the expert. On a device ``offsets`` and ``tokens`` are not checked, because that would synchronize it; they
     are bounded, so wrong ones make the result wrong and touch no other memory.
     """
@@ -152,11 +150,6 @@ def _linear(x: Tensor, pages: ExpertTable, part: str, page: int, factor: float =
         return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
     total = functional.linear(x, dense).float().mul_(factor)
     return total if bias is None else total + bias.float()
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Context within which launches go to ``device``."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _check(x: Tensor, pages: ExpertTable, offsets: Tensor, tokens: Tensor | None) -> int:
@@ -371,10 +364,3 @@ def _constants_of(
         "LIMITED": activation.limit < math.inf,
         "LATE": activation.late,
     }
-
-
-def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name of a dtype."""
-    import triton.language as tl
-
-    return getattr(tl, str(dtype).removeprefix("torch."))

@@ -23,8 +23,7 @@ from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.gpu import tiles
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
-from moelight.kernels.integers import INT8, is_rounded
-from moelight.kernels.quantized import parts_checked
+from moelight.kernels.quantized import INT8, is_rounded, parts_checked
 
 MATRICES = ("gate_up", "up", "down")
 # Rows of a matrix in the table of addresses; in place of scales a format may have a codebook.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moelight.kernels.arguments import FLOATS, check_indices, check_integer, check_tensor
 from moelight.kernels.gpu import serving
-from moelight.kernels.gpu.grouped import on_device
+from moelight.kernels.gpu.serving import on_device
 from moelight.kernels.reference import route_topk
 
 _ROUTE_NUMBERS = 2048

@@ -9,8 +9,9 @@ import ctypes
 import importlib
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moelight.kernels.gpu.tiles import UNITS_SINCE
 from moelight.kernels.native import INT8_ACTIVATIONS, Serving
@@ -241,3 +242,17 @@ def card_lacks_bfloat16(device: torch.device) -> bool:
     import torch
 
     return device.type == "cuda" and torch.version.hip is None and capability(device.index) < BFLOAT16_SINCE
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Context within which launches go to ``device``."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
