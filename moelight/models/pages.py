@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from moelight.models.expert import Expert
 from moelight.profiles.model import ModelProfile
 from moelight.weights.load import page_views
 from moelight.weights.quantized_pages import PageTensor, QuantizedPages
-from moelight.weights.stored_matrix import TORCH
 
 
 class PagedExperts:
@@ -68,26 +68,18 @@ def quantized_experts(pages: QuantizedPages, activations: str = "auto") -> Paged
     `Policy` says."""
 
     def view(layout_id: int, slot: Tensor) -> Expert:
-        views = {name: _view(matrix, slot) for name, matrix in pages.layouts[layout_id]}
-        inward, outward = (
-            activations if all(_has_integers(views.get(name)) for name in names) else "auto"
-            for names in (("gate_up", "up"), ("down",))
-        )
-        return Expert(**views, layout_id=layout_id, interleaved=pages.interleaved, activations=(inward, outward))
+        layout = pages.layouts[layout_id]
+        views: dict[str, Any] = layout.map(partial(_view, slot)).parts()
+        inward = all(matrix.stored.int8_reason is None for matrix in (layout.gate_up, layout.up) if matrix is not None)
+        outward = layout.down.stored.int8_reason is None
+        sides = activations if inward else "auto", activations if outward else "auto"
+        return Expert(**views, layout_id=layout_id, interleaved=layout.interleaved, activations=sides)
 
     return PagedExperts(view, pages.ids_by_layer)
 
 
-def _has_integers(matrix: Any) -> bool:
-    return matrix is None or (isinstance(matrix, Matrix) and matrix.stored.int8_reason is None)
-
-
-def _view(matrix: Matrix[PageTensor] | PageTensor, slot: Tensor) -> Any:
-    if isinstance(matrix, PageTensor):
-        values = _tensor(matrix, slot)
-        return values.t() if matrix.transposed else values
-    return matrix.map(lambda tensor: _tensor(tensor, slot))
-
-
-def _tensor(part: PageTensor, slot: Tensor) -> Tensor:
-    return slot[part.offset : part.offset + part.nbytes].view(TORCH[part.dtype]).view(part.shape)
+def _view(slot: Tensor, matrix: Matrix[PageTensor]) -> Tensor | Matrix[Tensor]:
+    """``matrix`` in ``slot``; a tensor of floats that are by columns, and of a bias."""
+    held = matrix.map(lambda tensor: tensor.of(slot))
+    first = next(iter(held.tensors.values()))
+    return first.t() if matrix.transposed else first if first.ndim == 1 else held

@@ -1,4 +1,4 @@
-"""Rows rounded to int8 by quantised experts in the GPU's kernels: the bits of `kernels.integers`, in any company;
+"""Rows rounded to int8 by quantised experts in the GPU's kernels: the bits of `kernels.quantized`, in any company;
 interpreted on the CPU, by torch, and on a device where there is one."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts by rows rounded to int8 on a GPU: the rounding, and the arguments of the product (`kernels.integers` defines
+"""Experts by rows rounded to int8 on a GPU: the rounding, and the arguments of the product (`kernels.quantized` defines
 both).
 
 Legend: T rows of x, R routed rows, C columns, G columns of a group.

@@ -114,7 +114,7 @@ class QuantizedTable(ExpertTable):
 
     ``table`` int64 [3 * 5, P + 1]: addresses of `TENSORS` of each of `MATRICES`; where gate and up are one matrix, up's
     are those of gate_up. ``forms``: of gate_up and down. ``activations`` of (gate_up and up, down): ``int8`` where the
-    rows that they multiply are rounded (`kernels.integers`), else ``auto``.
+    rows that they multiply are rounded (`kernels.quantized`), else ``auto``.
     """
 
     forms: Mapping[str, MatrixForm]
