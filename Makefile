@@ -192,7 +192,7 @@ format: $(STAMP)  ## put Python and C++ into the common form
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
 
-LAYERS := 8:cli,integrations,serve 7:engine,batch 6:runtime 5:models,paging 4:kernels,weights \
+LAYERS := 8:cli,integrations,serve 7:engine,batch,convert 6:runtime 5:models,paging 4:kernels,weights \
 	3:optimizer,scheduler,lang,experts,observe 2:hrm 1:profiles,formats 0:core
 
 size:  ## count lines and files of each package, layer by layer
