@@ -187,12 +187,12 @@ def test_a_policy_goes_to_the_engine_with_the_model_of_the_options(monkeypatch: 
     opened: list[Any] = []
     monkeypatch.setattr(room, "Engine", lambda policy, **how: opened.append((policy, how)))
     options = JobOptions(prompts=Path("p"), policy=Policy(model="mixtral", batch_size=2), device="cpu")
-    planned = LazyModel("demo").plan(options, Workload())
+    planned = LazyModel("demo").plan(options, Workload(), options.policy)
     assert "as the policy says: N = 2 in micro-batches of 64, cgopipe" in planned.why
     planned.load()
     ((policy, how),) = opened
     assert policy == Policy(model="demo", batch_size=2)
-    assert (how["device"], how["adapt"], how["source"].directory) == ("cpu", None, DEMO)
+    assert (how["options"].device, how["options"].adapt, how["source"].directory) == ("cpu", None, DEMO)
 
 
 def test_a_long_prompt_is_shown_short(engine: StandIn, tmp_path: Path) -> None:
