@@ -120,7 +120,7 @@ def test_a_missing_extension_is_said_with_what_to_do() -> None:
     [
         ("generate", "missing.jsonl", "-m", "demo"),
         ("serve-batch", "-m", "missing"),
-        ("lm-eval", "--model", "unknown"),
+        pytest.param(("lm-eval", "--model", "unknown"), marks=pytest.mark.thorough),  # imports the harness
         ("compare", "demo", "missing.jsonl", "--against", "demo"),
         ("convert", "missing", "out"),
     ],

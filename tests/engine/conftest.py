@@ -28,7 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return find
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """``checkpoints(family)``: a tiny checkpoint of a family that transformers computes, and its greedy tokens; each
     made once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
 from moelight.kernels import native
 from moelight.profiles.workload import Workload
+from tests.cases import thorough
 from tests.engines import Tiny, all_pairs, least_memory
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="torch's products depend on the number of rows")
@@ -68,7 +70,11 @@ def test_the_answers_differ_from_each_other(one_by_one: Ids) -> None:
     assert len(set(one_by_one)) > 18
 
 
-@pytest.mark.parametrize("threads_used", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "threads_used"),
+    thorough(product(SHAPES, (1, 2)), but=[("mixtral", 1), ("qwen3_moe", 2), ("olmoe", 1)]),
+    indirect=["model"],
+)
 def test_together(model: Path, one_by_one: Ids, threads_used: int) -> None:
     torch.set_num_threads(threads_used)
     with Engine(policy(model, batch_size=64, micro_batch_size=64, micro_batch_tokens=4096), device="cpu") as engine:
@@ -90,6 +96,7 @@ def test_prompts_cut_anywhere(model: Path, one_by_one: Ids, tokens: int, block_s
         assert ids(engine, PROMPTS, HOW) == one_by_one
 
 
+@pytest.mark.parametrize("model", thorough(SHAPES, but=["qwen3_moe"]), indirect=True)
 def test_under_two_budgets(model: Path, one_by_one: Ids) -> None:
     least = least_memory(model, "cpu", WORK)
     policies = set()
