@@ -23,8 +23,8 @@ if not Path("/dev/nvidiactl").exists():
 
 @pytest.fixture(autouse=True)
 def _same_state_every_time() -> None:
-    """A test that draws numbers draws the same ones in every run, and torch has the threads that the run began with: two
-    that an earlier test left, to MKL too, would wait for each other. Tests of packages without torch set nothing."""
+    """A test that draws numbers draws the same ones in every run, and torch has the threads that the run began with:
+    two that an earlier test left would wait for each other. Tests of packages without torch set nothing."""
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

@@ -29,6 +29,7 @@ TEMPLATE = (
     "{{ messages[-1].content.split('</think>')[-1] }} -> "
     "{%- if thinking == 'off' %}<think></think>{% elif thinking != 'own' %}<think>{% endif %}"
 )
+COUNT = 14  # twice all budgets of thoughts
 LESS_THAN, MORE_LIKELY = 31, 100.0  # the bundled model's token "<"
 
 
@@ -56,9 +57,9 @@ def structured() -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "item", "schema": SCHEMA}}
 
 
-def test_fifty_rows_think_and_then_keep_to_the_schema(tmp_path: Path) -> None:
+def test_rows_think_and_then_keep_to_the_schema(tmp_path: Path) -> None:
     original = {"thinking_token_budget": 5, "chat_template_kwargs": {"thinking": "own"}}
-    lines = [chat(n, response_format=structured(), thinking_token_budget=n % 7 + 1) for n in range(50)]
+    lines = [chat(n, response_format=structured(), thinking_token_budget=n % 7 + 1) for n in range(COUNT)]
     lines += [
         chat(50, response_format=structured(), chat_template_kwargs={"thinking": "off"}),
         chat(51, response_format=structured(), logit_bias={LESS_THAN: -MORE_LIKELY}, **original),
@@ -66,23 +67,23 @@ def test_fifty_rows_think_and_then_keep_to_the_schema(tmp_path: Path) -> None:
         chat(53, response_format=structured(), max_tokens=9),
     ]
     bodies = answers(tmp_path, lines)
-    for number, body in enumerate(bodies[:53]):
+    for number, body in enumerate(bodies[:-1]):
         (choice,), usage = body["choices"], body["usage"]
         message = choice["message"]
         jsonschema.validate(json.loads(message["content"]), SCHEMA)
         assert choice["finish_reason"] == "stop"
         thought = usage["completion_tokens_details"]["reasoning_tokens"]
-        if number < 50:
+        if number < COUNT:
             assert len(message["reasoning_content"]) <= number % 7 + 1 and thought == number % 7 + 1 + len("</think>")
         assert usage["completion_tokens"] > thought
     totals = read_record(journal_of(tmp_path / "out.jsonl")).totals
     details = [body["usage"]["completion_tokens_details"] for body in bodies]
     assert totals["reasoning_tokens"] == sum(detail["reasoning_tokens"] for detail in details) > 0
     assert all(ChatCompletion.model_validate(body).usage for body in bodies)
-    off, own_way, opened, cut = (body["choices"][0]["message"] for body in bodies[50:])
+    off, own_way, opened, cut = (body["choices"][0]["message"] for body in bodies[COUNT:])
     assert off["reasoning_content"] is None and own_way["reasoning_content"] is None
     assert opened["reasoning_content"] == "<<<<<"
-    assert cut["content"] is None and cut["reasoning_content"] and bodies[53]["choices"][0]["finish_reason"] == "length"
+    assert cut["content"] is None and cut["reasoning_content"] and bodies[-1]["choices"][0]["finish_reason"] == "length"
     again = answers(tmp_path / "again", lines, batch_size=3)  # other rows beside each, and the same answers
     assert [body["choices"] for body in again] == [body["choices"] for body in bodies]
 

@@ -127,6 +127,7 @@ def sums(values: range) -> list[str]:
     return [f"add {n} and {m} = {n + m}" for n in values for m in (n % 7 * 31, 403 - n)]
 
 
+@pytest.mark.thorough
 def test_the_bundled_model_stays_nearer_to_itself(tmp_path: Path) -> None:
     """On prompts of its own kind that it was not calibrated on."""
     seen = lines(tmp_path / "seen.jsonl", sums(range(1, 400, 3)))
