@@ -30,6 +30,7 @@ ORDERS = (  # schedule, attention, experts, homes
     ("fastdecode", "cpu", "gpu", STREAMED),
     ("serial", "cpu", "gpu", Shares(device=1.0)),
 )
+ORDERS_BY_NAME = {f"{order[0]}-{order[2]}": order for order in ORDERS}
 
 
 def prompts() -> list[list[int]]:

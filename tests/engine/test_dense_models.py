@@ -72,20 +72,18 @@ def test_orders_beside_a_gpu(order: tuple[str, str, str, Shares], checkpoints: A
 
 
 HOMES_BY_NAME = dict(zip(("streamed", "halves", "thirds"), HOMES, strict=True))
-ORDERS_BY_NAME = {order[0]: order for order in ORDERS if order[2] == "gpu"}
+ON_THE_GPU = {order[0]: order for order in ORDERS if order[2] == "gpu"}
 # Every order with every home, the families in turn.
-IN_TURN = [
-    (family, *pair) for family, pair in zip(cycle(FAMILIES), product(ORDERS_BY_NAME, HOMES_BY_NAME), strict=False)
-]
+IN_TURN = [(family, *pair) for family, pair in zip(cycle(FAMILIES), product(ON_THE_GPU, HOMES_BY_NAME), strict=False)]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("family", "order", "homes"), exhaustive(product(FAMILIES, ORDERS_BY_NAME, HOMES_BY_NAME), but=IN_TURN)
+    ("family", "order", "homes"), exhaustive(product(FAMILIES, ON_THE_GPU, HOMES_BY_NAME), but=IN_TURN)
 )
 def test_every_order_gives_the_same_tokens(family: str, order: str, homes: str, checkpoints: Any) -> None:
     directory, expected = checkpoints(family)
-    schedule, attention, experts, _ = ORDERS_BY_NAME[order]
+    schedule, attention, experts, _ = ON_THE_GPU[order]
     devices = {"attention_device": attention, "ffn_device": experts}
     assert tokens(directory, "twin", schedule=schedule, weights=HOMES_BY_NAME[homes], **devices) == expected
 

@@ -4,6 +4,7 @@ in every order, with experts in memory and streamed, and on the twin of a GPU.""
 from __future__ import annotations
 
 import shutil
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from moelight.models.graph.model import GraphModel
 from moelight.models.graph.self_test import Verdict
 from moelight.models.moe import table_of
 from moelight.runtime import moe_ops
-from tests.cases import exhaustive
-from tests.engine.graphs import HOW, ORDERS, SIZES, STREAMED, prompts, tokens
+from tests.cases import exhaustive, thorough
+from tests.engine.graphs import HOW, ORDERS_BY_NAME, SIZES, STREAMED, prompts, tokens
 
 FAMILIES = {  # what each has that others have not
     "qwen2_moe": "a shared expert",
@@ -50,11 +51,15 @@ def test_a_family_gives_the_tokens_of_transformers(family: str, checkpoints: Any
     assert tokens(directory, weights=STREAMED) == expected
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: f"{order[0]}-{order[2]}")
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "qwen3_next"])
-def test_every_order_gives_the_same_tokens(family: str, order: tuple[str, str, str, Shares], checkpoints: Any) -> None:
+ORDERED = ("gpt_oss", "deepseek_v2", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("family", "order"), thorough(product(ORDERED, ORDERS_BY_NAME), but=[*zip(cycle(ORDERED), ORDERS_BY_NAME)])
+)
+def test_every_order_gives_the_same_tokens(family: str, order: str, checkpoints: Any) -> None:
     directory, expected = checkpoints(family)
-    schedule, attention, experts, homes = order
+    schedule, attention, experts, homes = ORDERS_BY_NAME[order]
     more = {"cpu_experts": 0.4} if experts == "split" else {}
     devices = {"attention_device": attention, "ffn_device": experts}
     assert tokens(directory, "twin", schedule=schedule, weights=homes, **devices, **more) == expected

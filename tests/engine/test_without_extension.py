@@ -18,10 +18,10 @@ pytest.importorskip("greenlet")
 from moelight.core.policy import Policy, Shares
 from moelight.engine.engine import Engine
 from moelight.kernels import native
+from tests.cases import thorough
 from tests.engine.graphs import HOW, SIZES, STREAMED, prompts
 from tests.engine.graphs import greedy as graph_greedy
 from tests.engine.test_dense_models import FAMILIES as DENSE
-from tests.engine.test_dense_models import QUICK
 from tests.engine.test_gguf import OF_FEW_BITS
 from tests.engine.test_graph_models import FAMILIES as GRAPHS
 from tests.engine.test_quantised import BUT_ATTENTION, SHAPE, but_attention
@@ -34,7 +34,7 @@ from tests.weights.quantised import METHODS, quantise, quantise_stacks
 pytestmark = pytest.mark.usefixtures("without_extension")
 RESIDENT = Shares(host=1.0)
 FEW = replace(HOW, max_tokens=3)
-OF_GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "MXFP4")
+OF_EACH = [*zip(CONFIGS, ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "MXFP4"), strict=True)]
 
 
 def test_the_extension_is_hidden() -> None:
@@ -64,19 +64,15 @@ def test_a_native_family_gives_the_tokens_of_transformers(family: str, tiny: Tin
     assert tokens(directory, weights=STREAMED) == greedy(directory)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        item if item in (*GRAPHS, *QUICK) else pytest.param(item, marks=pytest.mark.thorough)
-        for item in (*GRAPHS, *DENSE)
-    ],
-)
+@pytest.mark.parametrize("family", thorough((*GRAPHS, *DENSE), but=("gpt_oss", "deepseek_v2", "qwen3_next", "gemma2")))
 def test_a_module_graph_gives_the_tokens_of_transformers(family: str, checkpoints: Any) -> None:
     directory, expected = checkpoints(family)
     assert tokens(directory, weights=STREAMED) == first(expected)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", thorough(METHODS, but=("gptq int4 ordered", "awq", "fp8 blocks", "int4 zero points", "mxfp4"))
+)
 def test_a_quantised_checkpoint_gives_the_tokens_of_its_numbers(name: str, tiny: Tiny, tmp_path: Path) -> None:
     quantised, values = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS[name])
     assert tokens(quantised, weights=STREAMED) == tokens(values, weights=RESIDENT)
@@ -95,7 +91,7 @@ def test_stacks_of_gpt_oss_run_as_they_are_released(checkpoints: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("architecture", "experts"),
-    [*zip(CONFIGS, OF_GGUF, strict=True), ("gpt-oss", "Q8_0")],
+    thorough([*OF_EACH, ("gpt-oss", "Q8_0")], but=[*OF_EACH[::3]]),
 )
 def test_a_gguf_file_gives_the_tokens_of_its_numbers(architecture: str, experts: str, tmp_path: Path) -> None:
     path, values = tmp_path / "tiny.gguf", tmp_path / "numbers"

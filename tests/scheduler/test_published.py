@@ -92,6 +92,7 @@ def test_forty_runs_are_ranked_as_they_were_measured(ablation: ModuleType, rows:
     assert max(original) < 0.2
 
 
+@pytest.mark.thorough
 def test_the_page_shows_these_very_figures(ablation: ModuleType, rows: Any) -> None:
     """docs/concepts/published.md holds the table as the benchmark prints it, misses included."""
     page = (ROOT / "docs" / "concepts" / "published.md").read_text(encoding="utf-8")
