@@ -32,7 +32,7 @@ from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.decoder import Decoder, NativeDecoder
-from moelight.models.pages import PagedExperts, plain_experts, quantized_experts
+from moelight.models.pages import PagedExperts
 from moelight.paging.arena import typed
 from moelight.paging.kv import BlockPool, CachedRows, paged_cache, token_cache
 from moelight.paging.ring import RingPager
@@ -85,6 +85,7 @@ class LoadedModel:
         self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
         dtype = to_torch(self.dtype)
         source = _repacked(source, policy, self.layout)
+        self._experts = source.weight_map.experts.read_as(self.dtype.page_dtype.safetensors)
         with ExitStack() as opened:
             opened.enter_context(shared_by_lanes())
             opened.enter_context(RESULTS.caching())
@@ -108,7 +109,7 @@ class LoadedModel:
                 top_k = self.profile.router.top_k
                 self.saved = SavedActivations.in_arena(arena, tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
             make_decoder = self._load_dense(source, arenas["dense"], policy)
-            self.pages = self._page_store(source, arenas, experts)
+            self.pages = self._page_store(arenas, experts)
             self.pager: RingPager | None = None
             if experts is not None and self.layout.streamed:
                 leave = experts.leave if policy.ffn_device == "split" else None
@@ -136,28 +137,17 @@ class LoadedModel:
         """All weights outside experts, in ``arena``; returns what makes the decoder of them."""
         self.weights: ModelWeights | None = None
         dtype, activations = to_torch(self.dtype), policy.activations
-        quantized = source.weight_map.quantized
-        self._page_layouts = {} if quantized is None else quantized.ids_by_layer
-        paged_dtype, graph = to_torch(self.dtype.page_dtype), source.graph
-        if quantized is not None:
-            paged = quantized_experts(quantized, activations)
-        elif graph is not None:
-            paged = PagedExperts(lambda _, slot: graph.expert(slot, paged_dtype))
-        else:
-            paged = plain_experts(self.profile, paged_dtype)
-        if graph is not None:
-            return graph.decoder(self.profile, arena, dtype, paged)
+        paged = PagedExperts(self._experts, activations)
+        if source.graph is not None:
+            return source.graph.decoder(self.profile, arena, dtype, paged)
         keeps_stored = costs.keeps_stored(self.profile, self.dtype, discrete=policy.discrete)
         self.weights = load_dense(
             source.weight_map, self.profile, arena, dtype, as_stored=keeps_stored, activations=activations
         )
         return partial(NativeDecoder, self.profile, self.weights, paged=paged)
 
-    def _page_store(
-        self, source: OpenCheckpoint, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None
-    ) -> PageStore:
+    def _page_store(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
         profile, fast_tier = self.profile, self.placement.fast_tier
-        quantized = source.weight_map.quantized
         return PageStore(
             arenas,
             slot_table(self.placement, profile) if experts is None else experts.residency.table,
@@ -165,7 +155,7 @@ class LoadedModel:
             far=offloaded_pages(self.placement) if fast_tier == "device" else (),
             parts=self.layout.parts,
             slot_bytes=costs.page_slot_bytes(profile, costs.page_dtype(profile, self.dtype)),
-            bytes_of=None if quantized is None else quantized.bytes_of,
+            bytes_of=self._experts.bytes_of,
         )
 
     def _load_pages(self, warm: Callable[[Collection[int]], Ticket] | None) -> None:
@@ -179,12 +169,12 @@ class LoadedModel:
 
     def _kinds(self) -> list[int]:
         """The first layer of each kind: others launch no other kernels."""
-        kinds: dict[tuple[object, ...], int] = {}
+        kinds, layouts = dict[tuple[object, ...], int](), self._experts.ids_by_layer
         assert self.weights is not None, "a module graph is not warmed up"
         for layer, (moe, layer_weights) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
             tensors = (getattr(layer_weights, field.name) for field in fields(layer_weights))
             dtypes = (None if tensor is None else tensor.dtype for tensor in tensors)
-            kind = frozenset(self._page_layouts.get(layer, ())), layer in self._reader.wide_layers
+            kind = frozenset(layouts.get(layer, ())), layer in self._reader.wide_layers
             kinds.setdefault((moe, kind, *dtypes), layer)
         return list(kinds.values())
 
@@ -277,15 +267,14 @@ def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: E
     """A reader that bypasses the page cache, unless weights are converted while they are read. In mixed precision only
     a device rounds pages to ``dtype``."""
     weight_map, page_dtype = source.weight_map, to_torch(dtype.page_dtype)
-    if to_torch(weight_map.dtype) != page_dtype and weight_map.quantized is None:
-        return PageReader(weight_map, source.profile, page_dtype)
+    if weight_map.experts.dtype not in (None, dtype.page_dtype.safetensors):
+        return PageReader(weight_map, page_dtype)
     try:
         files = opened.enter_context(FileReader(page_files(weight_map)))
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be opened ({error.strerror})") from None
     return PageReader(
         weight_map,
-        source.profile,
         page_dtype,
         lambda parts: files.submit([ReadPart(*part) for part in parts]),
         mixed=bool(dtype.pages) and policy.ffn_device != "cpu",
@@ -295,10 +284,9 @@ def _page_reader(source: OpenCheckpoint, dtype: DType, policy: Policy, opened: E
 
 def _repacked(source: OpenCheckpoint, policy: Policy, layout: Layout) -> OpenCheckpoint:
     """``source`` with its quantised pages turned on arrival, where a CPU computes experts and pages are read whole."""
-    quantized = source.weight_map.quantized
-    if quantized is None or not costs.repacks(policy.ffn_device) or len(layout.parts) > 1 or not native.available():
+    if not costs.repacks(policy.ffn_device) or len(layout.parts) > 1 or not native.available():
         return source
-    return replace(source, weight_map=replace(source.weight_map, quantized=quantized.repacked()))
+    return replace(source, weight_map=replace(source.weight_map, experts=source.weight_map.experts.repacked()))
 
 
 def refuse_prediction(source: OpenCheckpoint, experts: ExpertRuntime | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moelight.core.errors import ConfigError
 from moelight.kernels.products import Workspace
-from moelight.models.expert import Expert
 from moelight.models.graph.decoder import GraphDecoder
-from moelight.models.graph.experts import PageViews
 from moelight.models.graph.layers import use_kernels
 from moelight.models.graph.model import GraphModel, config_of, on_meta, read_config
 from moelight.models.graph.profile import profile_of
@@ -31,7 +28,6 @@ from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, not_computed
 from moelight.profiles.quantization import read_quantization, with_stored
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
-from moelight.weights.page_layout import PageLayout
 from moelight.weights.source import GGUF, Checkpoint, resolve_model
 from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, locate, open_checkpoint
 
@@ -59,11 +55,10 @@ def open_model(model: str) -> OpenCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class GraphCheckpoint:
-    """`OpenGraph` of one checkpoint; ``views`` find the matrices of its experts; None of a dense model."""
+    """`OpenGraph` of one checkpoint."""
 
     model: GraphModel
     weights: GraphWeightMap
-    views: PageViews | None
 
     @property
     def predicts(self) -> bool:
@@ -74,26 +69,19 @@ class GraphCheckpoint:
     ) -> Callable[[Workspace], GraphDecoder]:
         """Read all weights outside pages into ``arena`` (uint8, any device) as ``dtype``."""
         fill_weights(self.model, self.weights, arena, dtype)
-        activations = self.views.activations if self.views is not None else ()
-        return partial(GraphDecoder, profile, self.model, activations, self.weights.matrices, paged)
-
-    def expert(self, slot: Tensor, dtype: torch.dtype) -> Expert:
-        """The expert whose page is in ``slot`` (uint8)."""
-        assert self.views is not None, "a dense model has no experts"
-        return self.views.of(slot, dtype)
+        return partial(GraphDecoder, profile, self.model, paged)
 
 
 def _open_graph(directory: Path) -> OpenCheckpoint:
     """Open the checkpoint in ``directory`` as its module graph; nothing is read but headers. Raises as `_graph_of`."""
     path, config = directory / "config.json", read_config(directory)
     model = GraphModel(on_meta(config))
-    opened, layouts = _graph_of(
-        config, model, matrices_of(directory, model), path.read_text(encoding="utf-8"), directory.resolve().name, path
-    )
+    text, checkpoint = path.read_text(encoding="utf-8"), matrices_of(directory, model)
+    opened = _graph_of(config, model, checkpoint, text, directory.resolve().name, path)
     quantization = read_quantization(HFConfig.from_file(path))
     if quantization is None:
         return opened
-    return as_stored(replace(opened, profile=with_stored(opened.profile, quantization.format_of, str(path))), layouts)
+    return as_stored(replace(opened, profile=with_stored(opened.profile, quantization.format_of, str(path))))
 
 
 def _open_gguf(path: Path) -> OpenCheckpoint:
@@ -108,15 +96,15 @@ def _open_gguf(path: Path) -> OpenCheckpoint:
     state = model.module.state_dict()
     rename, _ = renamer(model.module, state)
     checkpoint = gguf_checkpoint(file, lambda name: rename(name)[0] in state)
-    opened, layouts = _graph_of(config, model, checkpoint, json.dumps(values), path.stem, path)
-    return as_stored(replace(opened, profile=replace(opened.profile, stored=file.profile.stored)), layouts)
+    opened = _graph_of(config, model, checkpoint, json.dumps(values), path.stem, path)
+    return as_stored(replace(opened, profile=replace(opened.profile, stored=file.profile.stored)))
 
 
 def _graph_of(
     config: PretrainedConfig, model: GraphModel, checkpoint: Checkpoint, text: str, name: str, path: Path
-) -> tuple[OpenCheckpoint, Mapping[int, PageLayout]]:
+) -> OpenCheckpoint:
     """``checkpoint``, of plain matrices, as the module graph ``model`` of ``config``, which was read from ``text`` in
-    the file ``path``, and how the pages of its layers lie.
+    the file ``path``.
 
     Raises:
         ConfigError: transformers is missing, does not know the family, or the graph is not served or fails its
@@ -129,13 +117,8 @@ def _graph_of(
     weights = weights_in(checkpoint, model)
     prove_config(config, text, where=where)
     use_kernels(model.module)
-    layouts = list(weights.layouts.values())
-    if len(set(layouts)) > 1:
-        raise ConfigError(f"{where}: the experts of its layers lie in {len(set(layouts))} ways; pages have one")
     weight_map = WeightMap(
-        dtype=weights.dtype, parts=MappingProxyType({}), pages=weights.pages, spare_head=None, ignored=weights.ignored
+        dtype=weights.dtype, parts=MappingProxyType({}), experts=weights.experts, ignored=weights.ignored
     )
-    views = PageViews(layouts[0], model.forms) if layouts else None
-    graph = GraphCheckpoint(model, weights, views)
-    opened = OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=weight_map, graph=graph)
-    return opened, weights.layouts
+    graph = GraphCheckpoint(model, weights)
+    return OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=weight_map, graph=graph)

@@ -26,14 +26,14 @@ from moelight.core.schedule import Page
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.core.units import MiB, align_up
 from moelight.formats.format import PAGE_ALIGNMENT, RepackTable
-from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts, page_bytes
+from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts
 from moelight.kernels import native
 from moelight.kernels.quantized import StackedMatrix, cpu_dequantize, no_integers, row_blocks
 from moelight.kernels.repack import in_group_order, repacked, turn
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.tensor_list import dense_tensors, page_shapes
-from moelight.weights.quantized_pages import QuantizedPages
+from moelight.profiles.tensor_list import dense_tensors
+from moelight.weights.expert_pages import ExpertPages
 from moelight.weights.source import TensorInfo
 from moelight.weights.stored_matrix import read_matrix
 from moelight.weights.tensor_info import StoredMatrix
@@ -328,7 +328,6 @@ class PageReader(TensorReader):
     def __init__(
         self,
         weight_map: WeightMap,
-        model: ModelProfile,
         dtype: torch.dtype,
         submit: Submit | None = None,
         *,
@@ -336,14 +335,11 @@ class PageReader(TensorReader):
         in_order: bool = False,
     ) -> None:
         super().__init__(page_files(weight_map), weight_map.dtype)
-        self._pages, self._quantized = weight_map.pages, weight_map.quantized
-        self._tables = [] if self._quantized is None else self._quantized.tables()
+        self._experts = weight_map.experts.read_as(from_torch(dtype).safetensors)
+        self._tables, self.page_bytes = self._experts.tables(), self._experts.nbytes
         self._dtype, self._alignment = dtype, 1
-        if self._quantized is not None:
-            self._stored = self._dtype = torch.uint8
-            self._alignment, self.page_bytes = PAGE_ALIGNMENT, self._quantized.nbytes
-        else:
-            self.page_bytes = page_bytes(model, from_torch(dtype))
+        if self._experts.dtype is None:
+            self._stored, self._dtype, self._alignment = torch.uint8, torch.uint8, PAGE_ALIGNMENT
         self._submit = submit if self._stored == self._dtype else None
         self.wide_layers: set[int] = set()
         self._in_order = in_order
@@ -357,11 +353,9 @@ class PageReader(TensorReader):
         check_bytes(dest, 1, "the slot")
         values = dest[: self.page_bytes - begin].view(self._dtype)
         first, size = begin // self._dtype.itemsize, self._stored.itemsize
-        quantized = self._quantized
-        tables = {} if quantized is None else self._tables[quantized.layout_ids[page]]
-        complete = quantized is not None and not begin and len(values) >= quantized.bytes_of(page)
-        if quantized is not None and tables and not (complete and dest.device.type == "cpu"):
-            page_in_host = torch.empty(quantized.bytes_of(page), dtype=torch.uint8)
+        tables, nbytes = self._tables[self._experts.layout_ids[page]], self._experts.bytes_of(page)
+        if tables and (begin or len(values) < nbytes or dest.device.type != "cpu"):
+            page_in_host = torch.empty(nbytes, dtype=torch.uint8)
             if (reading := self.start(page, page_in_host)) is not None:
                 reading.wait()
             cut = page_in_host[begin : begin + len(values)]
@@ -384,11 +378,10 @@ class PageReader(TensorReader):
 
     def _examine(self, part: tuple[Page, int, int], reads: Sequence[_PartRead]) -> None:
         """Notice numbers that float16 does not hold in what was read, unless ``part`` was examined before."""
-        if (not self._mixed and not (self._quantized and self._quantized.orders)) or part in self._examined:
+        if not (self._mixed or self._experts.orders) or part in self._examined:
             return
-        if self._quantized is not None:
-            _check_orders(self._quantized, reads, in_order=self._in_order)
-        else:
+        _check_orders(self._experts, reads, in_order=self._in_order)
+        if self._mixed and self._experts.dtype is not None:
             self._notice_wide(part[0].layer, reads)
         self._examined.add(part)
 
@@ -406,7 +399,7 @@ class PageReader(TensorReader):
         """The locations of ``count`` numbers of a page from number ``begin`` on, and the number at which each starts; a
         layer's page may be shorter than others."""
         size, start = self._stored.itemsize, 0
-        for info in self._pages[page]:
+        for info in self._experts.pieces[page]:
             length = info.nbytes // size
             first, last = max(begin - start, 0), min(begin + count - start, length)
             if first < last:
@@ -415,7 +408,7 @@ class PageReader(TensorReader):
             start = align_up(start + length, self._alignment)
 
 
-def _check_orders(pages: QuantizedPages, reads: Iterable[_PartRead], *, in_order: bool) -> None:
+def _check_orders(pages: ExpertPages, reads: Iterable[_PartRead], *, in_order: bool) -> None:
     """Raise CheckpointError if a tensor that says the group of each column names one that is not there; if they have to
     be ``in_order``, one before that of the column to its left; or if one does not count groups as repacked pages need
     it."""
@@ -460,16 +453,7 @@ class _DirectPageRead:
 
 def page_files(weight_map: WeightMap) -> tuple[Path, ...]:
     """The files that hold expert pages."""
-    return tuple(dict.fromkeys(info.file for infos in weight_map.pages.values() for info in infos))
-
-
-def page_views(slot: torch.Tensor, model: ModelProfile, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(gate_up [2I, H], down [H, I])``: views of the page in ``slot`` (uint8, at least a page long)."""
-    shapes = page_shapes(model)
-    (width, hidden), down_shape = shapes["gate"], shapes["down"]
-    values = slot[: page_bytes(model, from_torch(dtype))].view(dtype)
-    split = 2 * width * hidden
-    return values[:split].view(2 * width, hidden), values[split:].view(down_shape)
+    return tuple(dict.fromkeys(info.file for infos in weight_map.experts.pieces.values() for info in infos))
 
 
 def check_bytes(memory: torch.Tensor, needed: int, label: str) -> None:

@@ -1,4 +1,4 @@
-"""Layout of the stored bytes of one expert in its page.
+"""Places of the values of one expert in its page.
 
 Shapes: E experts, H hidden, I expert width. Matrices are given as a linear layer has them: gate and up [I, H], down
 [H, I], biases [I] and [H]; the page keeps the order of the checkpoint, which strides describe.
@@ -10,69 +10,44 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
-from torch import Tensor
-
-from moelight.profiles.model import ModelProfile
-from moelight.profiles.tensor_list import page_shapes
 from moelight.weights.boxes import Box, Shape, Tiled, row_major
-from moelight.weights.source import TensorInfo
+from moelight.weights.tensor_info import TensorInfo
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StridedMatrix:
-    """A matrix [rows, columns] or a bias [rows] of a page: at number ``offset``, by ``strides``, in numbers."""
+class StridedMatrix(NamedTuple):
+    """A matrix [rows, columns] or a bias [rows] of a page: from value ``offset`` on, by ``strides``, in values."""
 
     offset: int
     shape: Shape
     strides: Shape
 
-    @property
-    def transposed(self) -> bool:
-        """True if the numbers of a column are nearer to each other than those of a row."""
-        return self.strides[0] < self.strides[-1]
 
-    def of(self, page: Tensor) -> Tensor:
-        """View of ``page``, the numbers of a page [at least a page]."""
-        return page.as_strided(self.shape, self.strides, page.storage_offset() + self.offset)
+# By their names: gate, up, down, gate_bias, up_bias, down_bias; those that an expert lacks are left out.
+Places = Mapping[str, StridedMatrix]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PageLayout:
-    """The places of an expert's matrices in a page of ``elements`` numbers; those that it has not are None."""
-
-    elements: int
-    up: StridedMatrix
-    down: StridedMatrix
-    gate: StridedMatrix | None = None
-    gate_bias: StridedMatrix | None = None
-    up_bias: StridedMatrix | None = None
-    down_bias: StridedMatrix | None = None
-
-    @property
-    def interleaved(self) -> bool:
-        """True if rows of the gate and of up alternate."""
-        return self.gate is not None and 2 * (self.up.offset - self.gate.offset) == self.gate.strides[0]
-
-    @property
-    def gate_up(self) -> StridedMatrix | None:
-        """The gate and up as one matrix [2 I, H]: up's rows follow the gate's, or alternate with them; else None."""
-        gate, up = self.gate, self.up
-        return None if gate is None else _joined(gate, up, interleaved=self.interleaved)
-
-    @property
-    def gate_up_bias(self) -> StridedMatrix | None:
-        """The biases [2 I] of `gate_up`; None if there are none, or they do not lie so."""
-        gate, up = self.gate_bias, self.up_bias
-        return None if gate is None or up is None else _joined(gate, up, interleaved=self.interleaved)
-
-
-def _joined(gate: StridedMatrix, up: StridedMatrix, *, interleaved: bool) -> StridedMatrix | None:
-    rows, *columns = gate.shape
-    step = gate.strides[0] // 2 if interleaved else gate.strides[0]
-    if gate.strides != up.strides or up.offset != gate.offset + step * (1 if interleaved else rows):
+def joined(places: Places, suffix: str = "") -> tuple[StridedMatrix, bool] | None:
+    """The gate and up of ``places`` as one matrix [2 I, H], and whether their rows alternate in it; None if there is no
+    gate, or they do not lie so. ``suffix``: "_bias" for the biases [2 I]."""
+    gate, up = places.get(f"gate{suffix}"), places.get(f"up{suffix}")
+    if gate is None or up is None or gate.strides != up.strides:
         return None
-    return StridedMatrix(offset=gate.offset, shape=(2 * rows, *columns), strides=(step, *gate.strides[1:]))
+    rows, *columns = gate.shape
+    distance, step = up.offset - gate.offset, gate.strides[0]
+    if distance not in (rows * step, step / 2):
+        return None
+    interleaved = distance != rows * step
+    strides = (distance if interleaved else step, *gate.strides[1:])
+    return StridedMatrix(gate.offset, (2 * rows, *columns), strides), interleaved
+
+
+def in_a_row(shapes: Mapping[str, Shape]) -> Places:
+    """Matrices of ``shapes``, by rows, one after the other."""
+    offsets = accumulate((math.prod(shape) for shape in shapes.values()), initial=0)
+    pairs = zip(shapes.items(), offsets, strict=False)
+    return {name: StridedMatrix(offset, shape, row_major(shape)) for (name, shape), offset in pairs}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +59,6 @@ class Run:
     count: int
 
 
-def usual_layout(model: ModelProfile) -> PageLayout:
-    """The layout of a page of gate, up and down, one after the other."""
-    shapes = page_shapes(model)
-    offsets = accumulate((math.prod(shape) for shape in shapes.values()), initial=0)
-    places = {
-        name: StridedMatrix(offset=offset, shape=shape, strides=row_major(shape))
-        for (name, shape), offset in zip(shapes.items(), offsets, strict=False)
-    }
-    return PageLayout(elements=sum(map(math.prod, shapes.values())), **places)
-
-
 class ScatteredError(Exception):
     """An expert's part of the stored tensor ``info`` is not one run of numbers."""
 
@@ -103,8 +67,8 @@ class ScatteredError(Exception):
         self.info = info
 
 
-def lay_out(parts: Mapping[str, Tiled]) -> tuple[PageLayout, tuple[Run, ...]]:
-    """The layout of a page of the matrices ``parts``, and the runs of stored numbers that make the page, in order.
+def lay_out(parts: Mapping[str, Tiled]) -> tuple[Places, tuple[Run, ...]]:
+    """The places of the matrices ``parts`` in their page, and the runs of stored numbers that make the page, in order.
     Raises ScatteredError if one is not a box of stored numbers, or other numbers lie between theirs."""
     for part in parts.values():
         if len(part.boxes) != 1:
@@ -115,11 +79,7 @@ def lay_out(parts: Mapping[str, Tiled]) -> tuple[PageLayout, tuple[Run, ...]]:
         stored = sum(run.count for run in runs if run.info.name == name)
         if stored != sum(math.prod(box.shape) for box in boxes.values() if box.info.name == name):
             raise ScatteredError(info)
-    places = {
-        name: StridedMatrix(offset=_place(box, runs), shape=box.shape, strides=box.strides)
-        for name, box in boxes.items()
-    }
-    return PageLayout(elements=sum(run.count for run in runs), **places), tuple(runs)
+    return {name: StridedMatrix(_place(box, runs), box.shape, box.strides) for name, box in boxes.items()}, tuple(runs)
 
 
 def _runs(boxes: Sequence[Box]) -> list[Run]:

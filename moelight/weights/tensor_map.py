@@ -19,11 +19,11 @@ from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor, require_computable
 from moelight.profiles.quantization import Kept, kept_matrices, read_quantization, with_pages
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
+from moelight.weights.expert_pages import ExpertPages, lay_out_pages
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, IgnoreRule, ignore_rules, set_aside
-from moelight.weights.page_layout import PageLayout, usual_layout
+from moelight.weights.page_layout import in_a_row
 from moelight.weights.quantized_checkpoint import as_matrices
-from moelight.weights.quantized_pages import QuantizedPages, lay_out_pages
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo, resolve_model
 
 
@@ -52,16 +52,14 @@ def _axes(width: str) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightMap:
-    """The location of every tensor a model requires; pages are of one ``dtype``, to which others are cast. ``pages``:
-    gate, up, down of each expert, possibly slices. ``spare_head``: an output matrix that is stored although the config
-    ties it to the embeddings. ``quantized``: how pages of quantised experts lie, whose pieces are then those of
-    ``pages``; ``dtype`` is the one to compute in. ``ignored``: the tensors that are not read."""
+    """The location of every tensor a model requires. ``dtype``: of pages of floats, to which others are cast; the one
+    to compute in if they are quantised. ``spare_head``: an output matrix that is stored although the config ties it to
+    the embeddings. ``ignored``: the tensors that are not read."""
 
     dtype: DType
     parts: Mapping[StoredTensor, TensorInfo]
-    pages: Mapping[Page, tuple[TensorInfo, ...]]
-    spare_head: TensorInfo | None
-    quantized: QuantizedPages | None = None
+    experts: ExpertPages
+    spare_head: TensorInfo | None = None
     ignored: tuple[IgnoredTensor, ...] = ()
 
 
@@ -95,10 +93,6 @@ class OpenGraph(Protocol):
         ``paged``: the experts in pages."""
         ...
 
-    def expert(self, slot: Any, dtype: Any) -> Any:
-        """The expert whose page is in ``slot``, as numbers of ``dtype``."""
-        ...
-
 
 def open_checkpoint(model: str) -> OpenCheckpoint:
     """Find ``model`` and audit it: every tensor present, of the right shape, none left over; else CheckpointError."""
@@ -128,26 +122,18 @@ def plain_matrices(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     return as_matrices(checkpoint, quantization.format_of, dtype_named(dtype).safetensors)
 
 
-def as_stored(opened: OpenCheckpoint, layouts: Mapping[int, PageLayout] | None = None) -> OpenCheckpoint:
-    """``opened``, a checkpoint of plain matrices whose profile is quantised, with pages of stored bytes if experts are.
-    ``layouts``: of the pages of a graph's layers; None: `usual_layout`."""
-    weight_map, profile = opened.weight_map, opened.profile
-    if not any(info.matrices for infos in weight_map.pages.values() for info in infos):
+def as_stored(opened: OpenCheckpoint) -> OpenCheckpoint:
+    """``opened``, whose profile is quantised, with the profile of what its pages hold."""
+    weight_map, profile, experts = opened.weight_map, opened.profile, opened.weight_map.experts
+    if experts.dtype is not None:
         return replace(opened, profile=replace(profile, stored=None))  # other matrices are not quantised in memory
-    if layouts is None:
-        layouts = dict.fromkeys(range(profile.num_layers), usual_layout(profile))
-    quantized = lay_out_pages(weight_map.pages, layouts)
 
     def kept_as(part: StoredTensor) -> Kept | None:
         info = weight_map.parts.get(part)
         return next(((matrix.stored, matrix.kept_bytes) for matrix in info.matrices), None) if info else None
 
-    sizes, matrices = quantized.page_bytes(profile.num_layers), kept_matrices(profile, kept_as)
-    return replace(
-        opened,
-        profile=with_pages(profile, sizes, matrices, quantized.turned_bytes),
-        weight_map=replace(weight_map, pages=quantized.pieces, quantized=quantized),
-    )
+    sizes, matrices = experts.page_bytes(profile.num_layers), kept_matrices(profile, kept_as)
+    return replace(opened, profile=with_pages(profile, sizes, matrices, experts.turned_bytes))
 
 
 def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
@@ -161,11 +147,11 @@ def locate(checkpoint: Checkpoint, model: ModelProfile) -> WeightMap:
     pages = {
         page: pieces for layer, moe in enumerate(model.moe_layers) if moe for page, pieces in search.experts(layer)
     }
-    spare = search.spare_head()
+    spare, dtype = search.spare_head(), search.audit()
     return WeightMap(
-        dtype=search.audit(),
+        dtype=dtype,
         parts=MappingProxyType({part: info for part, info in parts.items() if info}),
-        pages=MappingProxyType(pages),
+        experts=lay_out_pages(pages, dict.fromkeys(range(model.num_layers), in_a_row(page_shapes(model)))),
         spare_head=spare,
         ignored=checkpoint.ignored,
     )

@@ -77,8 +77,8 @@ def test_transformers_loads_it_and_our_audit_finds_nothing(
         (written.shards > 1) == ("shard_size" in writing) == (len(list((tmp_path / "out").glob("*.safetensors"))) > 1)
     )
     slot = torch.empty(page_bytes(profile, weight_map.dtype), dtype=torch.uint8)
-    with PageReader(weight_map, profile, theirs.dtype) as reader:
-        reader.start(list(weight_map.pages)[-1], slot)
+    with PageReader(weight_map, theirs.dtype) as reader:
+        reader.start(list(weight_map.experts.pieces)[-1], slot)
     values = slot.view(theirs.dtype).float()
     assert abs(values.mean().item()) < 0.003
     assert 0.018 < values.std().item() < 0.022

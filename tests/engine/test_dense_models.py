@@ -133,7 +133,7 @@ def test_a_page_is_what_runs_between_two_attentions(checkpoints: Any) -> None:
     for layer in range(count):
         wanted = {f"model.layers.{layer}.{name}.weight" for name in inner}
         wanted |= {f"model.layers.{layer + 1}.{name}.weight" for name in then if layer + 1 < count}
-        assert {info.name for info in opened.weight_map.pages[Page(layer=layer, expert=0)]} == wanted
+        assert {info.name for info in opened.weight_map.experts.pieces[Page(layer=layer, expert=0)]} == wanted
     names = {tensor.name for tensor in opened.profile.tensors}
     assert {"model.layers.0.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"} <= names
 

@@ -193,7 +193,7 @@ def test_quantised_experts_one_by_one(checkpoints: Any, tmp_path: Path) -> None:
     method = METHODS["int4"]
     method = replace(method, config=method.config | {"ignore": ["lm_head", "re:.*router.*", "re:.*self_attn.*"]})
     quantised, values = quantise(loose, tmp_path, method)
-    assert open_model(str(quantised)).weight_map.quantized is not None
+    assert open_model(str(quantised)).weight_map.experts.dtype is None
     assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
     edit(values, lambda state: state.pop(f"{GRANITE.format(layer=0)}.2.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"model.layers.0: the up of expert 2 is missing, though"):
@@ -430,7 +430,7 @@ def test_a_stack_of_experts_in_fp8_blocks(tiny: Tiny, tmp_path: Path) -> None:
     edit(quantised, lambda state: state.update(stored), quantization_config=STACKS)
     edit(values, lambda state: state.update(wanted))
     opened = open_model(str(quantised))
-    assert opened.weight_map.quantized is not None
+    assert opened.weight_map.experts.dtype is None
     assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
     assert tokens(quantised, weights=Shares(host=1.0)) == tokens(values, weights=Shares(host=1.0))
 
@@ -465,7 +465,7 @@ def test_deepseek_v4_with_experts_in_fp4(checkpoints: Any, tmp_path: Path) -> No
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
     edit(quantised, lambda tensors: tensors.update(stored), quantization_config=fp8, expert_dtype="fp4")
     edit(values, lambda tensors: tensors.update(wanted))
-    assert open_model(str(quantised)).weight_map.quantized is not None
+    assert open_model(str(quantised)).weight_map.experts.dtype is None
     assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
@@ -515,7 +515,7 @@ def test_a_stack_by_columns_in_fp8_blocks(weights: Shares, by_columns: tuple[Pat
 
 def test_a_stack_by_columns_in_floats(by_columns: tuple[Path, list[list[int]]]) -> None:
     values = by_columns[0].parent.parent / "numbers" / "copy"
-    assert open_model(str(values)).weight_map.quantized is None
+    assert open_model(str(values)).weight_map.experts.dtype is not None
     assert tokens(values, weights=STREAMED) == by_columns[1]
 
 
@@ -528,9 +528,9 @@ def test_a_stack_by_columns_without_the_extension(
 
 def test_parts_of_pages_by_columns_are_cut_from_the_whole(by_columns: tuple[Path, list[list[int]]]) -> None:
     opened, page = open_model(str(by_columns[0])), Page(layer=0, expert=1)
-    quantized = opened.weight_map.quantized
+    quantized = opened.weight_map.experts
     assert quantized is not None
-    with PageReader(opened.weight_map, opened.profile, torch.float32) as reader:
+    with PageReader(opened.weight_map, torch.float32) as reader:
         full, part = (torch.zeros(quantized.bytes_of(page), dtype=torch.uint8) for _ in range(2))
         reader.start(page, full)
         for begin in range(0, len(part), 1040):

@@ -26,8 +26,8 @@ from moelight.kernels.gpu.quantized import QuantizedTable
 from moelight.models.checkpoints import open_model
 from moelight.models.moe import table_of
 from moelight.runtime import moe_ops, warm_up
+from moelight.weights.expert_pages import ExpertPages
 from moelight.weights.load import PageReader
-from moelight.weights.quantized_pages import QuantizedPages
 from tests.cases import exhaustive, thorough
 from tests.engine.graphs import HOW, ORDERS_BY_NAME, SIZES, STREAMED, few_tokens, prompts, tokens
 from tests.engines import Tiny
@@ -58,9 +58,9 @@ def mixtral(tiny: Tiny) -> Path:
 def test_tokens_are_those_of_the_numbers(name: str, mixtral: Path, tmp_path: Path) -> None:
     quantised, values = quantise(mixtral, tmp_path, METHODS[name])
     opened, wanted = open_model(str(quantised)), tokens(values, weights=RESIDENT)
-    assert opened.weight_map.quantized is not None
-    stored = sum(info.nbytes for info in next(iter(opened.weight_map.pages.values())))
-    assert opened.weight_map.quantized.nbytes == opened.profile.stored.page_bytes >= stored  # type: ignore[union-attr]
+    assert opened.weight_map.experts.dtype is None
+    stored = sum(info.nbytes for info in next(iter(opened.weight_map.experts.pieces.values())))
+    assert opened.weight_map.experts.nbytes == opened.profile.stored.page_bytes >= stored  # type: ignore[union-attr]
     assert tokens(quantised, weights=RESIDENT) == wanted
     assert tokens(quantised, weights=STREAMED) == wanted
 
@@ -100,14 +100,14 @@ def test_pages_of_columns_are_those_of_rows_once_they_are_there(
     by_rows, _ = quantise(mixtral, tmp_path / "rows", BY_ROWS[name])
     how = {"weights": RESIDENT, "activations": activations}
     wanted = scores(by_rows, **how)
-    turned: list[QuantizedPages] = []
-    repacked = QuantizedPages.repacked
-    monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: turned.append(repacked(pages)) or turned[-1])
+    turned: list[ExpertPages] = []
+    repacked = ExpertPages.repacked
+    monkeypatch.setattr(ExpertPages, "repacked", lambda pages: turned.append(repacked(pages)) or turned[-1])
     assert scores(by_columns, **how) == wanted
-    assert {matrix.stored.key for layout in turned[0].layouts for matrix in layout.parts().values()} == {"packed"}
+    assert {matrix.stored.key for layout in turned[0].layouts for matrix in layout.parts.values()} == {"packed"}
     assert scores(by_columns, **{**how, "weights": STREAMED}) == wanted
     assert scores(by_columns, **{**how, "weights": Shares(host=0.4, disk=0.6), "residents": "learned"}) == wanted
-    monkeypatch.setattr(QuantizedPages, "repacked", lambda pages: pages)
+    monkeypatch.setattr(ExpertPages, "repacked", lambda pages: pages)
     assert scores(by_columns, **how) == wanted
 
 
@@ -165,7 +165,7 @@ def test_stacks_of_gpt_oss_run_as_they_are_released(checkpoints: Any, tmp_path: 
 def test_layers_may_be_stored_in_different_formats(mixtral: Path, tmp_path: Path) -> None:
     """The experts of the last layer are not quantised, so its pages are larger."""
     quantised, values = quantise(mixtral, tmp_path, MIXED)
-    assert len(open_model(str(quantised)).weight_map.quantized.layouts) == 2  # type: ignore[union-attr]
+    assert len(open_model(str(quantised)).weight_map.experts.layouts) == 2  # type: ignore[union-attr]
     for homes in (RESIDENT, STREAMED):
         assert tokens(quantised, weights=homes) == tokens(values, weights=homes)
 
@@ -181,7 +181,7 @@ def by_use(mixtral: Path, tmp_path: Path) -> Pair:
 def test_experts_of_a_layer_may_be_stored_in_different_formats(by_use: Pair) -> None:
     quantised, values = by_use
     opened = open_model(str(quantised))
-    pages, stored = opened.weight_map.quantized, opened.profile.stored
+    pages, stored = opened.weight_map.experts, opened.profile.stored
     assert pages is not None and stored is not None and len(pages.layouts) == 2
     sizes = [size for layer in pages.page_bytes(3) for size in layer]
     assert sorted(set(sizes)) == sorted(pages.sizes) and sizes.count(max(sizes)) == 3
@@ -201,7 +201,7 @@ def test_dense_matrices_alone_may_be_quantised(mixtral: Path, tmp_path: Path) ->
     method = METHODS["fp8 blocks"]
     dense = replace(method, config=method.config | {"modules_to_not_convert": ["block_sparse_moe"]})
     quantised, values = quantise(mixtral, tmp_path, dense)
-    assert open_model(str(quantised)).weight_map.quantized is None
+    assert open_model(str(quantised)).weight_map.experts.dtype is not None
     assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 
 
@@ -317,10 +317,10 @@ def test_a_page_is_examined_until_it_passes(mixtral: Path, tmp_path: Path) -> No
     _groups(tensors)
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
     opened = open_model(str(quantised))
-    pages = opened.weight_map.quantized
+    pages = opened.weight_map.experts
     assert pages is not None
     slot = torch.empty(pages.nbytes, dtype=torch.uint8)
-    with PageReader(opened.weight_map, opened.profile, torch.float32) as reader:
+    with PageReader(opened.weight_map, torch.float32) as reader:
         for _ in range(2):
             with pytest.raises(CheckpointError, match="into group 99"):
                 reader.start(Page(layer=1, expert=3), slot)

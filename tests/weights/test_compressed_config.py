@@ -26,7 +26,7 @@ OPEN = """
 import sys
 from moelight.models.checkpoints import open_model
 opened = open_model(sys.argv[1])
-assert opened.weight_map.quantized is not None
+assert opened.weight_map.experts.dtype is None
 heavy = {"compressed_tensors", "accelerate", "transformers"} & set(sys.modules)
 assert not heavy, heavy
 """

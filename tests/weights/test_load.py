@@ -23,11 +23,12 @@ from moelight.core.schedule import Page
 from moelight.core.units import MiB
 from moelight.hrm.costs import dense_bytes, page_bytes
 from moelight.kernels.reads import FileReader, ReadPart
+from moelight.models.pages import PagedExperts
 from moelight.profiles.families import profile_from_dir
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import pages
 from moelight.weights import load
-from moelight.weights.load import LayerWeights, ModelWeights, PageReader, load_dense, page_files, page_views
+from moelight.weights.load import LayerWeights, ModelWeights, PageReader, load_dense, page_files
 from moelight.weights.source import Checkpoint
 from moelight.weights.tensor_map import WeightMap, locate
 from moelight.weights.torch_dtypes import from_torch
@@ -98,15 +99,16 @@ def check_all(directory: Path, dtype: torch.dtype, *, biases: bool = False) -> N
     assert torch.equal(weights.final_norm, state["model.norm.weight"].to(dtype))
     for layer, layer_weights in enumerate(weights.layers):
         check_layer(layer_weights, expected_layer(state, layer, biases), dtype)
-    assert tuple(weight_map.pages) == pages(model)
+    assert tuple(weight_map.experts.pieces) == pages(model)
     slot = torch.empty(page_bytes(model, from_torch(dtype)), dtype=torch.uint8)
-    with PageReader(weight_map, model, dtype) as reader:
-        for page in weight_map.pages:
+    paged = PagedExperts(weight_map.experts.read_as(from_torch(dtype).safetensors))
+    with PageReader(weight_map, dtype) as reader:
+        for page in weight_map.experts.pieces:
             read_into(reader, page, slot)
-            gate_up, down = page_views(slot, model, dtype)
+            (expert,) = paged.of_layout(0, [slot])
             experts = f"model.layers.{page.layer}.mlp.experts."
-            assert torch.equal(gate_up, state[experts + "gate_up_proj"][page.expert].to(dtype))
-            assert torch.equal(down, state[experts + "down_proj"][page.expert].to(dtype))
+            assert torch.equal(expert.gate_up, state[experts + "gate_up_proj"][page.expert].to(dtype))
+            assert torch.equal(expert.down, state[experts + "down_proj"][page.expert].to(dtype))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -141,15 +143,14 @@ def test_float16_over_bfloat16_keeps_the_bytes_of_pages_and_names_what_it_does_n
     with FileReader(page_files(weight_map)) as files:
         direct = PageReader(
             weight_map,
-            model,
             torch.bfloat16,
             lambda parts: files.submit([ReadPart(*part) for part in parts]),
             mixed=True,
         )
         with direct as reader:
-            for number, page in enumerate([*weight_map.pages, *weight_map.pages]):
+            for number, page in enumerate([*weight_map.experts.pieces, *weight_map.experts.pieces]):
                 result = b"".join(
-                    state[info.name].view(torch.int16).numpy().tobytes() for info in weight_map.pages[page]
+                    state[info.name].view(torch.int16).numpy().tobytes() for info in weight_map.experts.pieces[page]
                 )
                 assert read_page(reader, page).numpy().tobytes() == result
                 assert reader.wide_layers == ({1} if number >= 6 + 4 else set())
@@ -229,8 +230,8 @@ def test_harmless_habits_of_old_saves_are_read(change: Callable[[dict[str, objec
 
 @pytest.fixture
 def reader(tmp_path: Path) -> PageReader:
-    weight_map, model = opened(save_tiny(tmp_path, "mixtral", num_hidden_layers=1))
-    with PageReader(weight_map, model, torch.bfloat16) as reader:
+    weight_map, _ = opened(save_tiny(tmp_path, "mixtral", num_hidden_layers=1))
+    with PageReader(weight_map, torch.bfloat16) as reader:
         yield reader
 
 
@@ -251,8 +252,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_part_of_a_page_is_that_part(small: Path, way: str, data: st.DataObject) -> None:
     weight_map, model = opened(small)
     dtype = torch.bfloat16 if way == "converted" else torch.float32
-    with FileReader(page_files(weight_map)) as files, PageReader(weight_map, model, dtype) as plain:
-        past = PageReader(weight_map, model, dtype, lambda parts: files.submit([ReadPart(*part) for part in parts]))
+    with FileReader(page_files(weight_map)) as files, PageReader(weight_map, dtype) as plain:
+        past = PageReader(weight_map, dtype, lambda parts: files.submit([ReadPart(*part) for part in parts]))
         with past:
             reader = plain if way == "through the cache" else past
             page = Page(layer=0, expert=data.draw(st.integers(0, model.experts.num_experts - 1)))
@@ -265,11 +266,9 @@ def test_any_part_of_a_page_is_that_part(small: Path, way: str, data: st.DataObj
 
 
 def test_a_page_past_the_cache_that_cannot_be_read_names_file_and_tensor(tmp_path: Path) -> None:
-    weight_map, model = opened(save_tiny(tmp_path, "mixtral", num_hidden_layers=1))
+    weight_map, _ = opened(save_tiny(tmp_path, "mixtral", num_hidden_layers=1))
     with FileReader(page_files(weight_map)) as files:
-        reader = PageReader(
-            weight_map, model, torch.float32, lambda parts: files.submit([ReadPart(*part) for part in parts])
-        )
+        reader = PageReader(weight_map, torch.float32, lambda parts: files.submit([ReadPart(*part) for part in parts]))
         os.truncate(tmp_path / "model.safetensors", 1000)
         with pytest.raises(
             CheckpointError, match=r"model\.safetensors: tensor '.*experts.*' cannot be read .*ends early"
@@ -313,17 +312,17 @@ def test_a_file_cut_after_it_was_opened_is_told(reader: PageReader, tmp_path: Pa
 
 
 def test_a_file_gone_before_it_is_opened_is_told(tmp_path: Path) -> None:
-    weight_map, model = opened(save_tiny(tmp_path, "mixtral"))
+    weight_map, _ = opened(save_tiny(tmp_path, "mixtral"))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be opened"):
-        PageReader(weight_map, model, torch.float32)
+        PageReader(weight_map, torch.float32)
 
 
 def test_a_reader_keeps_one_descriptor_a_file_and_closes_it(tmp_path: Path) -> None:
-    weight_map, model = opened(save_tiny(tmp_path, "mixtral", sharded=True))
+    weight_map, _ = opened(save_tiny(tmp_path, "mixtral", sharded=True))
     before = set(os.listdir("/proc/self/fd"))
-    files = {extent.file for extents in weight_map.pages.values() for extent in extents}
-    with PageReader(weight_map, model, torch.float32):
+    files = {extent.file for extents in weight_map.experts.pieces.values() for extent in extents}
+    with PageReader(weight_map, torch.float32):
         assert len(set(os.listdir("/proc/self/fd")) - before) == len(files) > 1
     assert set(os.listdir("/proc/self/fd")) - before == set()
 

@@ -23,7 +23,7 @@ from moelight.hrm.costs import dense_bytes
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.models.checkpoints import open_model
 from moelight.models.expert import arguments_of
-from moelight.models.pages import quantized_experts
+from moelight.models.pages import PagedExperts
 from moelight.profiles.gguf_models import open_gguf
 from moelight.weights.boxes import AssembledInfo
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
@@ -112,10 +112,10 @@ def compute(path: Path, name: str) -> None:
     profile, weight_map = opened.profile, opened.weight_map
     arena = torch.empty(dense_bytes(profile, from_torch(DTYPE)), dtype=torch.uint8)
     load_dense(weight_map, profile, arena, DTYPE)
-    if weight_map.quantized is not None:
-        for layer in sorted({page.layer for page in weight_map.quantized.layout_ids}):
-            for quantized in (weight_map.quantized, weight_map.quantized.repacked()):
-                _multiply(replace(opened, weight_map=replace(weight_map, quantized=quantized)), layer)
+    if weight_map.experts.dtype is None:
+        for layer in sorted({page.layer for page in weight_map.experts.layout_ids}):
+            for experts in (weight_map.experts, weight_map.experts.repacked()):
+                _multiply(replace(opened, weight_map=replace(weight_map, experts=experts)), layer)
 
 
 def _stored_parts(info: TensorInfo) -> Iterator[TensorInfo]:
@@ -129,12 +129,11 @@ def _stored_parts(info: TensorInfo) -> Iterator[TensorInfo]:
 
 def _multiply(opened: OpenCheckpoint, layer: int) -> None:
     weight_map, profile = opened.weight_map, opened.profile
-    assert weight_map.quantized is not None
-    slots = torch.empty((profile.experts.num_experts, weight_map.quantized.nbytes), dtype=torch.uint8)
-    with PageReader(weight_map, profile, DTYPE) as reader:
+    slots = torch.empty((profile.experts.num_experts, weight_map.experts.nbytes), dtype=torch.uint8)
+    with PageReader(weight_map, DTYPE) as reader:
         for expert, slot in enumerate(slots):
             reader.start(Page(layer=layer, expert=expert), slot)
-    result = quantized_experts(weight_map.quantized).of_layer(layer, list(slots))
+    result = PagedExperts(weight_map.experts).of_layer(layer, list(slots))
     x = torch.randn(ROWS * len(result), profile.hidden_size).to(DTYPE)
     offsets = torch.arange(len(result) + 1, dtype=torch.int32) * ROWS
     out = cpu_expert_ffn(x, offsets=offsets, **arguments_of(result))

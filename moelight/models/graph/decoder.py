@@ -20,11 +20,10 @@ from moelight.kernels.products import Workspace
 from moelight.models.decoder import Rows, Watch
 from moelight.models.expert import ExpertFunction, LayerExperts
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
-from moelight.models.graph.experts import forward
+from moelight.models.graph.experts import forward, recognised
 from moelight.models.graph.families import ExpertForm
 from moelight.models.graph.model import GraphModel, GraphRun, binding
 from moelight.models.graph.state import State
-from moelight.models.graph.weights import PagedMatrix
 from moelight.models.moe import Experts as Pages
 from moelight.models.moe import Routed, moe_forward
 from moelight.models.pages import PagedExperts
@@ -78,25 +77,20 @@ class GraphDecoder:
         self,
         model: ModelProfile,
         graph: GraphModel,
-        activations: Sequence[Activation | None],
-        matrices: Sequence[Sequence[PagedMatrix]],
         paged: PagedExperts,
         space: Workspace,
     ) -> None:
-        """``activations``: of the layers that have experts; ``matrices``: of each layer's page, if the model is
-        dense."""
         self.paged = paged
         self.model, self.space, self.dtype = model, space, space.inputs.dtype
         self.sinks: dict[int, Tensor] = {}
-        self._graph, self._matrices = graph, matrices
+        self._graph = graph
         self._states: dict[int, State] = {}  # of the running sequences, by place
         self._empty = State()
         self.predicts = graph.predicts
         forms = iter(graph.forms)
         self._forms: list[ExpertForm | None] = [next(forms) if moe else None for moe in graph.moe_layers]
-        remaining = iter(activations)
         self._functions = [
-            None if form is None else ExpertFunction(next(remaining), partial(forward, form), form.finish)
+            None if form is None else ExpertFunction(recognised(form), partial(forward, form), form.finish)
             for form in self._forms
         ]
         self.activations: Sequence[Activation | None] = [
@@ -143,7 +137,7 @@ class GraphDecoder:
         wide: bool = False,
     ) -> None:
         """A dense layer of a model with experts is computed with the segment that follows it."""
-        if self._forms[layer] is None and not self._matrices:
+        if self._forms[layer] is None and not self.model.dense:
             self._attended(layer, attention, running)
             return
         routed = self.route(layer, hidden, attention, running)
@@ -157,7 +151,7 @@ class GraphDecoder:
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:
         self._attended(layer, attention, running)
-        if self._matrices:
+        if self.model.dense:
             return self._to_page(layer, hidden, running)
         effect = running.take(Experts, layer)
         running.value, running.routed = _zeroed(hidden), effect.x
@@ -190,12 +184,12 @@ class GraphDecoder:
         return Routed(x=hidden, weights=weights, ids=ids, resume=resume)
 
     def experts(self, layer: int, pages: Sequence[Tensor | None]) -> LayerExperts:
-        if self._matrices:
+        if self.model.dense:
             (page,) = pages
             if page is None:
                 return LayerExperts((None,))
-            views = {matrix.name: matrix.of(page.view(self.dtype)) for matrix in self._matrices[layer]}
-            return LayerExperts((None,), install=binding(self._graph.module, views))
+            matrices = self.paged.matrices(layer, page)
+            return LayerExperts((None,), install=binding(self._graph.module, matrices))
         if (function := self._functions[layer]) is None:
             return LayerExperts(())
         return LayerExperts(self.paged.of_layer(layer, pages), function)

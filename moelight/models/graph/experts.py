@@ -1,5 +1,5 @@
-"""One expert of a graph model from its page, in the form that kernels take; where none computes it, the module's own
-activation between two products of torch. Does not depend on where pages come from.
+"""The function of the experts of a graph model: the activation that kernels take, found by its values; where none
+computes it, the module's own between two products of torch.
 
 Shapes: H hidden, I expert width, n rows.
 """
@@ -7,8 +7,6 @@ Shapes: H hidden, I expert width, n rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,43 +15,11 @@ from moelight.kernels.activations import Activation
 from moelight.kernels.reference import gate_and_up
 from moelight.models.expert import Expert, product
 from moelight.models.graph.families import ExpertForm
-from moelight.weights.page_layout import PageLayout
 
 _PROBE = 65  # rows of what an activation is recognised by
 _LARGE = (-1e3, -200.0, 200.0, 1e3)
 _SMALL = 0.25  # within every limit
 _DIGITS = 6  # of a constant that is found by its effect
-
-
-class PageViews:
-    """Finds the expert in a page.
-
-    Attributes:
-        activations: of each of the layers' ``forms``; None: no kernel computes it.
-    """
-
-    def __init__(self, layout: PageLayout, forms: Sequence[ExpertForm]) -> None:
-        self._layout = layout
-        self.activations = [recognised(form) for form in forms]
-
-    def of(self, slot: Tensor, dtype: torch.dtype) -> Expert:
-        """The expert whose page, of values of ``dtype``, is in ``slot`` (uint8, at least a page long)."""
-        layout = self._layout
-        page = slot[: layout.elements * dtype.itemsize].view(dtype)
-        apart = layout.gate is not None and (
-            layout.gate_up is None or (layout.gate_bias is not None and layout.gate_up_bias is None)
-        )
-        first_bias = (layout.gate_bias if apart else layout.gate_up_bias) if layout.gate else layout.up_bias
-        places = {
-            "gate_up": layout.gate if apart else layout.gate_up or layout.up,
-            "up": layout.up if apart else None,
-            "down": layout.down,
-            "gate_up_bias": first_bias,
-            "up_bias": layout.up_bias if apart else None,
-            "down_bias": layout.down_bias,
-        }
-        views: dict[str, Any] = {name: matrix.of(page) for name, matrix in places.items() if matrix is not None}
-        return Expert(**views, interleaved=layout.interleaved)
 
 
 def forward(form: ExpertForm, expert: Expert, x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -28,11 +27,12 @@ from moelight.formats.registry import SUFFIXES
 from moelight.hrm.costs import TENSOR_ALIGNMENT
 from moelight.models.graph.families import ExpertForm
 from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, UnequalError
+from moelight.weights.expert_pages import ExpertPages, lay_out_pages
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, NOT_READ, OTHER_PART, PREDICTION, IgnoreRule, set_aside
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, dequantised
 from moelight.weights.loose_experts import LooseExperts, layer_of, loose_experts
-from moelight.weights.page_layout import PageLayout, ScatteredError, lay_out
+from moelight.weights.page_layout import Places, ScatteredError, in_a_row, lay_out
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
 from moelight.weights.tensor_map import open_needed, plain_matrices
 from moelight.weights.torch_dtypes import from_torch, to_torch
@@ -108,48 +108,27 @@ def in_pages(model: Model) -> set[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PagedMatrix:
-    """A matrix of a dense model's page: parameter ``name`` of ``shape`` from number ``offset`` of the page on."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-
-    def of(self, page: Tensor) -> Tensor:
-        """View of ``page``, the numbers of a page."""
-        return page[self.offset : self.offset + torch.Size(self.shape).numel()].view(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GraphWeightMap:
-    """The places of all weights of a graph model; pages are of one ``dtype``.
+    """The places of all weights of a graph model.
 
     Attributes:
-        dtype: of the expert pages, and of most other tensors.
+        dtype: of pages of floats, and of most other tensors.
         dense: all tensors outside expert pages, in the order of the module; each at a multiple of 64 bytes of
             the arena.
-        pages: the runs of stored bytes that make each expert's page, in order.
-        layouts: how the pages of each layer with experts lie.
-        matrices: of a dense model, those of the page of each layer, in the order of the files.
+        experts: the pages of experts; of a dense model, those of layers.
         initial: persistent buffers that the checkpoint may lack and does, which the family's initialisation computes.
         ignored: stored tensors that are not read.
     """
 
     dtype: DType
     dense: tuple[DenseTensor, ...]
-    pages: Mapping[Page, tuple[TensorInfo, ...]]
-    layouts: Mapping[int, PageLayout]
-    matrices: tuple[tuple[PagedMatrix, ...], ...]
+    experts: ExpertPages
     initial: tuple[str, ...]
     ignored: tuple[IgnoredTensor, ...] = ()
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the arena in a computation in ``dtype``."""
         return sum(align_up(tensor.nbytes(dtype), TENSOR_ALIGNMENT) for tensor in self.dense)
-
-    def page_bytes(self, layer: int) -> int:
-        """Bytes of each page of ``layer``."""
-        return self.layouts[layer].elements * self.dtype.itemsize
 
 
 def locate_weights(directory: Path, model: Model) -> GraphWeightMap:
@@ -364,24 +343,20 @@ class _Audit:
         ignored = self._left_over()
         dtype = self._dtype()
         dense, initial = self._dense(dtype)
-        layouts: dict[int, PageLayout] = {}
+        places: dict[int, Places] = {}
         pages: dict[Page, tuple[TensorInfo, ...]] = {}
         for layer, form, paths in self._paged:
             rows = self._experts(form, paths)
             if rows and (laid_out := self._laid_out(rows)):
-                layouts[layer] = laid_out[0]
+                places[layer] = laid_out[0]
                 pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(laid_out[1])})
-        matrices = []
         for layer, names in enumerate(self._model.pages):
-            found_here, pages[Page(layer=layer, expert=0)] = self._page_of_layer(names, dtype)
-            matrices.append(found_here)
+            places[layer], pages[Page(layer=layer, expert=0)] = self._page_of_layer(names, dtype)
         self._faults.raise_first()
         return GraphWeightMap(
             dtype=dtype,
             dense=dense,
-            pages=MappingProxyType(pages),
-            layouts=MappingProxyType(layouts),
-            matrices=tuple(matrices),
+            experts=lay_out_pages(pages, places, dense=bool(self._model.pages)),
             initial=initial,
             ignored=ignored,
         )
@@ -511,10 +486,9 @@ class _Audit:
             stored_dtype = torch.float32
         return DenseTensor(names=tuple(names), shape=tuple(tensor.shape), dtype=stored_dtype, wide=wide, boxes=boxes)
 
-    def _page_of_layer(
-        self, names: Sequence[str], dtype: DType
-    ) -> tuple[tuple[PagedMatrix, ...], tuple[TensorInfo, ...]]:
-        """The matrices ``names`` in the order of the files, and the runs of stored numbers that make a page of them."""
+    def _page_of_layer(self, names: Sequence[str], dtype: DType) -> tuple[Places, tuple[TensorInfo, ...]]:
+        """The places of the matrices ``names`` in the order of the files, and the runs of stored numbers that make a
+        page of them."""
         tensors: list[tuple[str, DenseTensor]] = []
         for name in names:
             if name not in self._found.sources:
@@ -525,12 +499,8 @@ class _Audit:
                 else:
                     tensors.append((name, tensor))
         tensors.sort(key=lambda entry: (str(entry[1].boxes[0].info.file), entry[1].boxes[0].info.offset))
-        matrices, offset = [], 0
-        for name, tensor in tensors:
-            matrices.append(PagedMatrix(name=name, shape=tensor.shape, offset=offset))
-            offset += torch.Size(tensor.shape).numel()
         runs = (_run_of(box, 0, torch.Size(box.shape).numel()) for _, tensor in tensors for box in tensor.boxes)
-        return tuple(matrices), tuple(runs)
+        return in_a_row({name: tensor.shape for name, tensor in tensors}), tuple(runs)
 
     def _shaped(self, name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Whether tensor ``name`` has one of ``shapes``; records a fault otherwise."""
@@ -547,7 +517,7 @@ class _Audit:
         return False
 
     def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Tiled]] | None:
-        """The matrices of each expert by their names in `PageLayout`, cut from the parameters ``paths`` of the module
+        """The matrices of each expert by their names in `Places`, cut from the parameters ``paths`` of the module
         or stored one by one; None, and faults, if they are not as they should."""
         if loose := self._loose.get(layer_of(next(iter(paths.values())))):
             return self._experts_one_by_one(form, paths, loose)
@@ -570,10 +540,10 @@ class _Audit:
         per_expert = ({name: tensor[expert] for name, tensor in stacks.items()} for expert in range(form.count))
         return [_matrices(form, tensors) for tensors in per_expert]
 
-    def _laid_out(self, experts: Sequence[dict[str, Tiled]]) -> tuple[PageLayout, list[tuple[TensorInfo, ...]]] | None:
-        """The layout of the pages of ``experts``, given the matrices of each, and the stored runs of each page; None,
+    def _laid_out(self, experts: Sequence[dict[str, Tiled]]) -> tuple[Places, list[tuple[TensorInfo, ...]]] | None:
+        """The places in the pages of ``experts``, given the matrices of each, and the stored runs of each page; None,
         and a fault, if there are none or they differ."""
-        layout: PageLayout | None = None
+        layout: Places | None = None
         last_key: tuple[Any, ...] = ()
         runs: tuple[tuple[int, int, int], ...] = ()  # position of the tensor, first number from its first box on, count
         pages = []
@@ -603,7 +573,7 @@ class _Audit:
 
 
 def _matrices(form: ExpertForm, tensors: Mapping[str, Tiled]) -> dict[str, Tiled]:
-    """The matrices of one expert by their names in `PageLayout`, of its ``tensors`` by the names in ``form``."""
+    """The matrices of one expert by their names in `Places`, of its ``tensors`` by the names in ``form``."""
     names = ("gate", "up") if form.gated else ("up",)
     inward = [_upright(tensors[matrix.name], matrix.transposed) for matrix in form.inward]
     matrices = dict(zip(names, _gate_and_up(inward, form), strict=True))

@@ -30,13 +30,14 @@ from moelight.kernels.products import Workspace, linear
 from moelight.models.decoder import NativeDecoder, rotation
 from moelight.models.expert import Expert, LayerExperts
 from moelight.models.moe import Experts, Routed, grouped_pages, moe_forward
-from moelight.models.pages import plain_experts
+from moelight.models.pages import PagedExperts
 from moelight.profiles.efficiency import Curve, Surface
 from moelight.profiles.model import AttentionSpec, ExpertSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
 from moelight.runtime.attention_ops import kernels_of
 from moelight.runtime.calibration.effort import Effort, Shape
 from moelight.runtime.calibration.timing import Measure, Measurement, Work, finisher, reading_of, repeated, sample
+from moelight.weights.expert_pages import lay_out_pages
 from moelight.weights.load import LayerWeights, ModelWeights
 
 SHARE_OF_FREE = 4  # the pool takes at most this fraction of free memory: 1 / SHARE_OF_FREE
@@ -361,7 +362,7 @@ class _Layer:
         embed = torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype)
         weights = ModelWeights(embed=embed, head=embed, final_norm=ones, layers=(layer,))
         self._decoder = NativeDecoder(
-            _MODEL, weights, _workspace(_MODEL, 1, pool), paged=plain_experts(_MODEL, pool.dtype)
+            _MODEL, weights, _workspace(_MODEL, 1, pool), paged=PagedExperts(lay_out_pages({}, {}))
         )
         self._hidden = pool.normal(tokens, HIDDEN)
         self._attention = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=pool.dtype)

@@ -14,21 +14,25 @@ pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 
 from moelight.core.errors import ConfigError
+from moelight.core.schedule import Page
 from moelight.hrm.costs import ExpertWorkspace
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.products import Workspace
 from moelight.kernels.reference import gate_and_up
 from moelight.models.expert import Expert, ExpertFunction, LayerExperts
-from moelight.models.graph.experts import PageViews, forward, recognised
+from moelight.models.graph.experts import forward, recognised
 from moelight.models.graph.families import ExpertForm
 from moelight.models.graph.model import GraphModel, on_meta
 from moelight.models.graph.self_test import tiny
 from moelight.models.graph.support import moe_families
 from moelight.models.graph.weights import _matrices
 from moelight.models.moe import Routed, moe_forward
+from moelight.models.pages import PagedExperts
 from moelight.weights.boxes import Tiled
+from moelight.weights.expert_pages import lay_out_pages
 from moelight.weights.page_layout import lay_out
 from moelight.weights.source import TensorInfo
+from moelight.weights.torch_dtypes import from_torch
 from tests.models.graph.released import RELEASED
 
 FORMS = {
@@ -57,17 +61,19 @@ def graph_of(model_type: str) -> GraphModel:
     return GraphModel(on_meta(config))
 
 
-def page_of(form: ExpertForm, module: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], PageViews, Tensor]:
-    """The parameters of an expert by name, and the same as a page."""
+def page_of(form: ExpertForm, module: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], Expert]:
+    """The parameters of an expert by name, and the same as an expert in a page."""
     source = torch.Generator().manual_seed(3)
     shapes = {name: tuple(tensor.shape) for name, tensor in form.page(module, 0).items()}
     page = {name: torch.randn(shape, generator=source).mul(0.2).to(dtype) for name, shape in shapes.items()}
+    stored = {"dtype": from_torch(dtype).safetensors, "file": Path("a"), "offset": 0}
     infos = {
-        name: TensorInfo(name=name, dtype="F32", shape=shape, file=Path("a"), offset=0, nbytes=4 * page[name].numel())
-        for name, shape in shapes.items()
+        name: TensorInfo(name=name, shape=shape, nbytes=page[name].nbytes, **stored) for name, shape in shapes.items()
     }
-    layout, runs = lay_out(_matrices(form, {name: Tiled.of(info) for name, info in infos.items()}))
-    return page, PageViews(layout, [form]), torch.cat([page[run.info.name].flatten() for run in runs])
+    places, runs = lay_out(_matrices(form, {name: Tiled.of(info) for name, info in infos.items()}))
+    pages = lay_out_pages({Page(layer=0, expert=0): tuple(run.info for run in runs)}, {0: places})
+    values = torch.cat([page[run.info.name].flatten() for run in runs])
+    return page, PagedExperts(pages).of_layout(0, [values.view(torch.uint8)])[0]
 
 
 def _not_called(expert: Expert, x: Tensor) -> Tensor:
@@ -86,14 +92,13 @@ def test_kernels_give_the_numbers_of_the_module(model_type: str) -> None:
     form = replace(form, finish=normed) if finish else form
     assert recognised(form) == FORMS[model_type]
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
-        page, views, values = page_of(form, module, dtype)
-        expert = views.of(values.view(torch.uint8), dtype)
+        page, expert = page_of(form, module, dtype)
         hidden = expert.down.shape[0]
         x = torch.randn(ROWS, hidden, generator=torch.Generator().manual_seed(4)).mul(3).to(dtype)
         wanted = form.forward({name: tensor.double() for name, tensor in page.items()}, x.double())
         sizes = ExpertWorkspace(rows_bytes=1 << 18, wide_bytes=1 << 18, narrow_bytes=1 << 18)
         space = Workspace(torch.zeros(1 << 20, dtype=torch.uint8), sizes, hidden, dtype)
-        function = ExpertFunction(views.activations[0], _not_called, form.finish)
+        function = ExpertFunction(recognised(form), _not_called, form.finish)
         routed = Routed(x=x, weights=torch.ones(ROWS, 1), ids=torch.zeros(ROWS, 1, dtype=torch.int32))
         result = moe_forward(routed, LayerExperts([expert], function), space)
         assert ((result.double() - wanted).abs().max() / wanted.abs().max()).item() <= tolerance
@@ -106,8 +111,7 @@ def test_torch_computes_gate_and_up_in_any_order(model_type: str) -> None:
     """Joined, interleaved and apart, as a quantised page may have them, whatever the order of the family."""
     graph = graph_of(model_type)
     form, module = graph.forms[-1], graph.experts[-1]
-    page, views, values = page_of(form, module, torch.float32)
-    weights = views.of(values.view(torch.uint8), torch.float32)
+    page, weights = page_of(form, module, torch.float32)
 
     def pair(both: Any, up: Any) -> tuple[Any, ...]:
         return (both, up) if up is not None or both is None else gate_and_up(both.t(), interleaved=form.interleaved)

@@ -22,11 +22,13 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
+from moelight.models.expert import Expert
 from moelight.models.graph.families import OUTSIDE, ExpertForm, Projection, interface_form
 from moelight.models.graph.model import GraphModel, on_meta
 from moelight.models.graph.self_test import tiny
 from moelight.models.graph.support import moe_families
 from moelight.models.graph.weights import GraphWeightMap, fill_weights, locate_weights, paged
+from moelight.models.pages import PagedExperts
 from moelight.weights.load import TensorReader
 from moelight.weights.torch_dtypes import to_torch
 from tests.cases import exhaustive
@@ -150,14 +152,14 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def read_page(result: GraphWeightMap, page: Page) -> Tensor:
-    runs = result.pages[page]
+    runs = result.experts.pieces[page]
     with TensorReader([run.file for run in runs], result.dtype) as reader:
         pieces = [torch.empty(run.nbytes, dtype=torch.uint8) for run in runs]
         for run, piece in zip(runs, pieces, strict=True):
             reader.fill(run, 0, piece)
     full = torch.cat(pieces)
-    assert full.numel() == result.page_bytes(page.layer)
-    return full.view(to_torch(result.dtype))
+    assert full.numel() == result.experts.bytes_of(page)
+    return full
 
 
 def matrices(form: ExpertForm, module: nn.Module, expert: int) -> dict[str, Tensor]:
@@ -182,6 +184,19 @@ def matrices(form: ExpertForm, module: nn.Module, expert: int) -> dict[str, Tens
     return result
 
 
+def part_of(expert: Expert, name: str, *, gated: bool) -> Tensor:
+    """The matrix or bias ``name`` of ``expert``, whose gate and up may be one."""
+    matrix, _, end = name.partition("_")
+    end = end and f"_{end}"
+    first, up = getattr(expert, f"gate_up{end}"), getattr(expert, f"up{end}")
+    if matrix == "down" or (matrix == "up" and up is not None):
+        return getattr(expert, name)
+    if not gated or up is not None:
+        return first
+    halves = (first[0::2], first[1::2]) if expert.interleaved else first.chunk(2)
+    return halves[matrix == "up"]
+
+
 def assert_the_same(directory: Path) -> None:
     theirs = expected(directory)
     graph, result = filled(directory)
@@ -196,14 +211,15 @@ def assert_the_same(directory: Path) -> None:
             assert tensor.dtype == wanted[name].dtype, name
             assert torch.equal(tensor, wanted[name]), name
     paths = {part: path for path, part in graph.module.named_modules()}
-    count = 0
+    count, experts = 0, PagedExperts(result.experts)
     for layer, (part, form) in enumerate(zip(graph.experts, graph.forms, strict=True), start=1):
         for expert in range(form.count):
-            values = read_page(result, Page(layer=layer, expert=expert))
+            page = Page(layer=layer, expert=expert)
+            (in_page,) = experts.of_layout(result.experts.layout_ids[page], [read_page(result, page)])
             for name, matrix in matrices(form, theirs.get_submodule(paths[part]), expert).items():
-                assert torch.equal(getattr(result.layouts[layer], name).of(values), matrix), (layer, expert, name)
+                assert torch.equal(part_of(in_page, name, gated=form.gated), matrix), (layer, expert, name)
             count += 1
-    assert count == len(result.pages) > 0
+    assert count == len(result.experts.pieces) > 0
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["old", "new"])
@@ -235,8 +251,9 @@ def test_the_graph_and_the_page_reader_take_them(tmp_path: Path) -> None:
     places = [(item.data_ptr(), item.data_ptr() % 64) for name, item in state.items() if not item.is_meta]
     assert all(begin <= position < end and offset == begin % 64 for position, offset in places)
     assert len(places) == len(result.dense)
-    assert [layer in result.layouts for layer in range(len(model.moe_layers))] == list(model.moe_layers)
-    assert all(layout.gate_up is not None for layout in result.layouts.values())
+    layers = result.experts.ids_by_layer
+    assert [layer in layers for layer in range(len(model.moe_layers))] == list(model.moe_layers)
+    assert [list(layout.parts) for layout in result.experts.layouts] == [["gate_up", "down"]]
 
 
 def test_weights_are_rounded_to_the_dtype_of_the_computation(tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
-"""Layout of quantised expert matrices in their pages: the tensors of each matrix as they are stored, one after another,
-each at a multiple of 16 bytes. Experts may be stored in different formats."""
+"""Experts in their pages: where the tensors of each matrix are in a page, and the stored bytes that make it.
+
+Quantised matrices keep their tensors as they are stored, one after another, each at a multiple of 16 bytes; experts may
+be stored in different formats. Where all are floats, a page is their values one after another, in the dtype that it is
+read as. Does not depend on models.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,9 +22,10 @@ from moelight.core.units import align_up
 from moelight.formats.experts import ExpertLayout
 from moelight.formats.format import ITEM_BYTES, PAGE_ALIGNMENT, SHAPE, RepackTable
 from moelight.formats.matrix import Matrix
+from moelight.formats.plain import PLAIN_FORMATS
 from moelight.kernels.repack import transposition
 from moelight.weights.boxes import row_major
-from moelight.weights.page_layout import PageLayout, StridedMatrix
+from moelight.weights.page_layout import Places, StridedMatrix, joined
 from moelight.weights.stored_matrix import TORCH
 from moelight.weights.tensor_info import StoredMatrix, TensorInfo
 
@@ -39,12 +45,7 @@ class PageTensor(NamedTuple):
         return page[self.offset : self.offset + self.nbytes].view(TORCH[self.dtype]).view(self.shape)
 
 
-PageMatrices = ExpertLayout[Matrix[PageTensor]]
-
-
-def _tensors_of(matrices: PageMatrices) -> Iterator[PageTensor]:
-    for matrix in matrices.parts().values():
-        yield from matrix.tensors.values()
+PageLayout = ExpertLayout[Matrix[PageTensor]]
 
 
 class GroupOrder(NamedTuple):
@@ -56,28 +57,30 @@ class GroupOrder(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizedPages:
+class ExpertPages:
     """The pages of a checkpoint's experts.
 
     Attributes:
         pieces: the stored tensors that make each page, in order.
         layouts: every layout of a page; ``layout_ids``: the index of that of each page.
         sizes: bytes of a page of each layout.
+        dtype: safetensors name of the values of pages of floats; None: pages keep their stored bytes.
         orders: those of tensors that say the group of each column, by name.
         is_repacked: `repacked` made these pages.
     """
 
     pieces: Mapping[Page, tuple[TensorInfo, ...]]
-    layouts: tuple[PageMatrices, ...]
+    layouts: tuple[PageLayout, ...]
     layout_ids: Mapping[Page, int]
     sizes: tuple[int, ...]
+    dtype: str | None
     orders: Mapping[str, GroupOrder]
     is_repacked: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the largest page."""
-        return max(self.sizes)
+        return max(self.sizes, default=0)
 
     @property
     def ids_by_layer(self) -> dict[int, list[int]]:
@@ -89,35 +92,47 @@ class QuantizedPages:
 
     def page_bytes(self, layers: int) -> list[list[int]]:
         """Bytes of the page of each expert of each of ``layers`` layers; none without experts."""
-        sizes: list[list[int]] = [[] for _ in range(layers)]
-        for page in sorted(self.layout_ids):
-            sizes[page.layer].append(self.bytes_of(page))
-        return sizes
+        ids = self.ids_by_layer
+        return [[self.sizes[layout_id] for layout_id in ids.get(layer, ())] for layer in range(layers)]
 
     @property
     def turned_bytes(self) -> int:
         """Bytes of a page, on average and rounded up, that are turned on arrival."""
-        turned = [
-            sum(tensor.nbytes for tensor in _tensors_of(matrices) if tensor.table is not None)
-            for matrices in self.layouts
-        ]
+        turned = [sum(tensor.nbytes for tensor in _turned(layout)) for layout in self.layouts]
         return -(-sum(turned[layout_id] for layout_id in self.layout_ids.values()) // max(len(self.layout_ids), 1))
 
     def bytes_of(self, page: Page) -> int:
         """Bytes of a whole page."""
         return self.sizes[self.layout_ids[page]]
 
-    def tables(self) -> list[dict[int, RepackTable]]:
+    def tables(self) -> list[dict[int, RepackTable | None]]:
         """The tables by which tensors of each layout are reordered on arrival, by their offsets."""
-        return [
-            {tensor.offset: tensor.table for tensor in _tensors_of(matrices) if tensor.table is not None}
-            for matrices in self.layouts
-        ]
+        return [{tensor.offset: tensor.table for tensor in _turned(layout)} for layout in self.layouts]
 
-    def repacked(self) -> QuantizedPages:
+    def repacked(self) -> ExpertPages:
         """Return the pages with GPTQ and AWQ matrices repacked to packed integers on arrival; those with act-order stay
         as stored."""
-        return replace(self, layouts=tuple(matrices.map(_repacked) for matrices in self.layouts), is_repacked=True)
+        return replace(self, layouts=tuple(layout.map(_repacked) for layout in self.layouts), is_repacked=True)
+
+    def read_as(self, dtype: str) -> ExpertPages:
+        """Return the pages whose floats are converted to ``dtype`` when they are read; others keep their bytes."""
+        if self.dtype in (None, dtype):
+            return self
+        layouts = tuple(layout.map(partial(_converted, dtype)) for layout in self.layouts)
+        sizes = tuple(size // ITEM_BYTES[self.dtype] * ITEM_BYTES[dtype] for size in self.sizes)
+        return replace(self, layouts=layouts, sizes=sizes, dtype=dtype)
+
+
+def _turned(layout: PageLayout) -> Iterator[PageTensor]:
+    tensors = (tensor for matrix in layout.parts.values() for tensor in matrix.tensors.values())
+    return (tensor for tensor in tensors if tensor.table is not None)
+
+
+def _converted(dtype: str, matrix: Matrix[PageTensor]) -> Matrix[PageTensor]:
+    before, after = ITEM_BYTES[matrix.stored.codes], ITEM_BYTES[dtype]
+    return replace(matrix, stored=PLAIN_FORMATS[dtype]).map(
+        lambda tensor: PageTensor(tensor.offset // before * after, tensor.nbytes // before * after, dtype, tensor.shape)
+    )
 
 
 def _repacked(matrix: Matrix[PageTensor]) -> Matrix[PageTensor]:
@@ -133,30 +148,47 @@ def _repacked(matrix: Matrix[PageTensor]) -> Matrix[PageTensor]:
     return replace(matrix, stored=by_rows, tensors=tensors)
 
 
-def lay_out_pages(pages: Mapping[Page, tuple[TensorInfo, ...]], layouts: Mapping[int, PageLayout]) -> QuantizedPages:
-    """The pages of experts given as tensors of `as_matrices`; ``layouts``: where their values are in each layer. Raises
-    CheckpointError for matrices that cannot be taken by themselves."""
+def lay_out_pages(
+    pages: Mapping[Page, tuple[TensorInfo, ...]], places: Mapping[int, Places], *, dense: bool = False
+) -> ExpertPages:
+    """The pages of experts given as tensors of a checkpoint of plain matrices. Raises CheckpointError for matrices that
+    cannot be taken by themselves.
+
+    Args:
+        places: where the values are in the pages of each layer.
+        dense: pages are those of the layers of a dense model, whose matrices have names of their own.
+    """
+    quantised = any(info.matrices for infos in pages.values() for info in infos)
     ids: dict[tuple[object, ...], int] = {}
-    numbered: dict[tuple[PageMatrices, int], int] = {}
+    numbered: dict[tuple[PageLayout, int], int] = {}
     layout_ids: dict[Page, int] = {}
     pieces: dict[Page, tuple[TensorInfo, ...]] = {}
     orders: dict[str, GroupOrder] = {}
     for page, infos in pages.items():
-        parts, layout = [info.stored() for info in infos], layouts[page.layer]
-        held = [info for part in parts for suffix, info in part.tensors.items() if suffix != SHAPE]
-        key = (id(layout), *(part.stored for part in parts), *((info.dtype, info.nbytes) for info in held))
+        together = infos if quantised else (_one_after_another(infos),)
+        parts, where = [info.stored() for info in together], places[page.layer]
+        held = tuple(info for part in parts for suffix, info in part.tensors.items() if suffix != SHAPE)
+        key = (id(where), *(part.stored for part in parts), *((info.dtype, info.nbytes) for info in held))
         if key not in ids:
-            laid_out = _lay_out(infos, parts, layout)
-            ids[key] = numbered.setdefault(laid_out, len(numbered))
-        layout_ids[page], pieces[page] = ids[key], tuple(held)
+            layout, nbytes = _lay_out(together, parts, where, dense=dense)
+            ids[key] = numbered.setdefault((layout, nbytes if quantised else together[0].nbytes), len(numbered))
+        layout_ids[page], pieces[page] = ids[key], held if quantised else infos
         orders.update(_orders(parts))
-    return QuantizedPages(
+    sizes = [nbytes for _, nbytes in numbered]
+    return ExpertPages(
         pieces=MappingProxyType(pieces),
-        layouts=tuple(matrices for matrices, _ in numbered),
+        layouts=tuple(layout for layout, _ in numbered),
         layout_ids=MappingProxyType(layout_ids),
-        sizes=tuple(nbytes for _, nbytes in numbered),
+        sizes=(max(sizes),) * len(sizes) if dense else tuple(sizes),
+        dtype=None if quantised else next((infos[0].dtype for infos in pages.values()), None),
         orders=MappingProxyType(orders),
     )
+
+
+def _one_after_another(infos: Sequence[TensorInfo]) -> TensorInfo:
+    """The values of ``infos``, which are floats, as one tensor in the page."""
+    nbytes = sum(info.nbytes for info in infos)
+    return replace(infos[0], shape=(nbytes // ITEM_BYTES[infos[0].dtype],), nbytes=nbytes)
 
 
 def _orders(matrices: Iterable[StoredMatrix]) -> Iterator[tuple[str, GroupOrder]]:
@@ -187,7 +219,7 @@ class _Segment(NamedTuple):
         if info.matrices:
             if by_rows and (rows, columns) == held.shape:
                 return held if len(part.shape) > 1 else held.map(lambda tensor: tensor._replace(shape=(rows,)))
-            if part.transposed and (columns, rows) == held.shape:
+            if part.strides == (1, rows) and (columns, rows) == held.shape:
                 return _transposed(info, held)
             raise CheckpointError(
                 f"{info.file}: tensor {info.name!r}, which is quantised, holds matrices [{rows}, {columns}] "
@@ -195,8 +227,8 @@ class _Segment(NamedTuple):
             )
         if not by_rows and part.strides != (1, rows):
             raise CheckpointError(
-                f"{info.file}: tensor {info.name!r}: an expert's rows are not together beside quantised "
-                "matrices; use the checkpoint that is not quantised"
+                f"{info.file}: tensor {info.name!r}: an expert's rows are not together, so they are no page; save the "
+                "model again with transformers 5"
             )
         ((suffix, values),) = held.tensors.items()
         itemsize, shape = ITEM_BYTES[values.dtype], part.shape if by_rows else part.shape[::-1]
@@ -222,40 +254,39 @@ def _transposed(info: TensorInfo, matrix: Matrix[PageTensor]) -> Matrix[PageTens
 
 
 def _lay_out(
-    infos: Sequence[TensorInfo], parts: Sequence[StoredMatrix], layout: PageLayout
-) -> tuple[PageMatrices, int]:
-    """The matrices of the page of ``infos``, which are stored as ``parts``, and its bytes."""
+    infos: Sequence[TensorInfo], parts: Sequence[StoredMatrix], places: Places, *, dense: bool
+) -> tuple[PageLayout, int]:
+    """The layout of the page of ``infos``, which are stored as ``parts``, and its bytes."""
     segments, at, begin = [], 0, 0
     for info, part in zip(infos, parts, strict=True):
         tensors = {}
         for suffix, tensor in part.tensors.items():
             if suffix != SHAPE:
                 tensors[suffix] = PageTensor(at, tensor.nbytes, tensor.dtype, tensor.shape)
-                at = align_up(at + tensor.nbytes, PAGE_ALIGNMENT)
+                at += align_up(tensor.nbytes, PAGE_ALIGNMENT)
         matrix = Matrix(stored=part.stored, rows=part.rows, columns=part.columns, tensors=tensors)
         segments.append(_Segment(info, matrix, begin, info.nbytes // ITEM_BYTES[info.dtype]))
         begin += segments[-1].size
+    named, interleaved = (places, False) if dense else _arranged(places, segments)
+    taken = {
+        name: next(segment for segment in reversed(segments) if segment.begin <= part.offset).take(part)
+        for name, part in named.items()
+    }
+    return ExpertLayout(parts=taken, interleaved=interleaved), at
 
-    def take(part: StridedMatrix | None) -> Matrix[PageTensor] | None:
-        return (
-            None if part is None else next(item for item in reversed(segments) if item.begin <= part.offset).take(part)
-        )
 
-    def held(part: StridedMatrix | None) -> StridedMatrix | None:
-        return part if part is not None and any(segment.holds(part) for segment in segments) else None
-
-    joined, biases = held(layout.gate_up), held(layout.gate_up_bias)
-    apart = layout.gate is not None and (joined is None or (layout.gate_bias is not None and biases is None))
-    first_bias = (layout.gate_bias if apart else biases) if layout.gate else layout.up_bias
-    first, down = take(layout.gate if apart else joined or layout.up), take(layout.down)
-    assert first is not None and down is not None, "every expert has them"
-    matrices = ExpertLayout(
-        gate_up=first,
-        up=take(layout.up) if apart else None,
-        down=down,
-        gate_up_bias=take(first_bias),
-        up_bias=take(layout.up_bias) if apart else None,
-        down_bias=take(layout.down_bias),
-        interleaved=layout.interleaved and not apart,
+def _arranged(places: Places, segments: Sequence[_Segment]) -> tuple[Places, bool]:
+    """The ``places`` by the names of `cpu_expert_ffn`, and whether rows of gate and up alternate. They are one matrix
+    only if they are stored so, and their biases alike."""
+    both, biases = (
+        pair if pair and any(segment.holds(pair[0]) for segment in segments) else None
+        for pair in (joined(places), joined(places, "_bias"))
     )
-    return matrices, at
+    biased = "gate_bias" in places
+    if both is not None and (not biased or (biases is not None and biases[1] == both[1])):
+        first, interleaved = {"gate_up": both[0]} | ({"gate_up_bias": biases[0]} if biased and biases else {}), both[1]
+    else:
+        names = {"gate": "gate_up", "up": "up"} if "gate" in places else {"up": "gate_up"}
+        named = {f"{name}{end}": f"{new}{end}" for name, new in names.items() for end in ("", "_bias")}
+        first, interleaved = {named[name]: place for name, place in places.items() if name in named}, False
+    return first | {name: place for name, place in places.items() if name.startswith("down")}, interleaved
