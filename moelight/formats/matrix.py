@@ -18,7 +18,7 @@ class Matrix(Generic[T]):
 
     Attributes:
         tensors: by suffix, in the order of the format, byte ranges of a file (`weights.source.TensorInfo`), offsets in
-            a page (`weights.quantized_pages.PageTensor`), or torch tensors on one device, contiguous.
+            a page (`weights.expert_pages.PageTensor`), or torch tensors on one device, contiguous.
         transposed: of floats: the tensor [columns, rows] holds the transpose.
     """
 
