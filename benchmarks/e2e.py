@@ -1,7 +1,7 @@
 """End to end, resident: moelight beside its peers on the same checkpoint, prompts, cores and minutes.
 
     python benchmarks/e2e.py [--models DIR ...] [--groups NAME,NAME ...] [--batches 1 16 64] [--rounds 5]
-        [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
+        [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR] [--out DIR]
 
 Without --models two bf16 checkpoints of 0.9 billion parameters are made: few large experts (mixtral), and many small
 ones (qwen3_moe). Every contestant is a process of its own; all of a group load, and generate once for every batch size
@@ -18,21 +18,17 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-from contestants import OURS, Places, Work, add_places, all_of, figures, places_of, random_work, take_turns
-from kernel_cases.roofs import Roofs
 from make_checkpoint import make_shape
-
-from moelight.runtime.measure import processor_name
+from runner.contestants import OURS, Places, Work, add_places, all_of, figures, places_of, random_work, take_turns
+from runner.roofs import Roofs
+from runner.run import run
 
 MODELS = ("mixtral-0p9b", "qwen3moe-0p9b")
 GROUPS = (("vllm-compiled", "vllm-eager"), ("openvino", "llamacpp"), ("transformers-eager", "transformers-grouped_mm"))
@@ -40,35 +36,27 @@ ROOF_GIB = 0.5
 
 
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as scratch:
-        models = args.models or [make_shape(name, Path(scratch)) for name in MODELS]
-        result = []
-        for model in models:
-            work = random_work(
-                model,
-                [args.prompt_len] * max(args.batches),
-                [args.new_tokens] * max(args.batches),
-                args.batches,
-                args.threads,
-            )
-            result.append(compare(work, args.groups, places_of(args), args.rounds, Path(scratch)))
-            print_table(result[-1])
-    print(json.dumps({"benchmark": "e2e", "cpu": processor_name(), "models": result}))
+    run("e2e", __doc__, _options, _measure, rounds=5)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=Path, nargs="+")
     parser.add_argument("--groups", nargs="+", type=lambda text: tuple(text.split(",")), default=GROUPS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     add_places(parser)
-    return parser.parse_args()
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    models = args.models or [make_shape(name, args.scratch) for name in MODELS]
+    result, count = [], max(args.batches)
+    for model in models:
+        lengths, new = [args.prompt_len] * count, [args.new_tokens] * count
+        work = random_work(model, lengths, new, args.batches, args.threads)
+        result.append(compare(work, args.groups, places_of(args), args.rounds, args.temporary))
+        print_table(result[-1])
+    return {"models": result}
 
 
 def compare(work: Work, groups: Sequence[Sequence[str]], places: Places, rounds: int, scratch: Path) -> dict[str, Any]:
@@ -79,14 +67,11 @@ def compare(work: Work, groups: Sequence[Sequence[str]], places: Places, rounds:
     absent = {name: reason for name in chain(*groups) if (reason := places.lacks(name, work.model)) is not None}
     present = [[name for name in group if name not in absent] for group in groups]
     for names in [group for group in present if group] or [[]]:
-        with all_of((OURS, *names), places, work, scratch) as alive:
-            roofs.read_seconds_per_byte()
-            roofs.seconds_per_flop()
+        with all_of((OURS, *names), places, work, scratch, absent=absent) as alive:
+            roofs.measure()
             take_turns(alive, work, rounds)
-            roofs.read_seconds_per_byte()
-            roofs.seconds_per_flop()
+            roofs.measure()
             ours = alive[0].samples
-            absent |= dict.fromkeys(set(names) - {one.name for one in alive}, "ended")
             for batch in work.batches:
                 shares[batch].extend(ours.turns[batch])
                 for one in alive[1:]:
@@ -104,11 +89,7 @@ def _result(
     shares: dict[int, list[dict[str, Any]]],
     roofs: Roofs,
 ) -> dict[str, Any]:
-    roof = {
-        "read_bytes_per_s": statistics.median(roofs.reads),
-        "bf16_flops": statistics.median(roofs.products),
-    }
-    table = []
+    table, roof = [], roofs.figures()
     for batch, contestants in rows.items():
         seconds = statistics.median(turn["seconds"] for turn in shares[batch])
         contestants[OURS]["tokens_per_s"] = work.tokens(batch) / seconds

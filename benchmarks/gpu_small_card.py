@@ -36,8 +36,8 @@ from random import Random
 from typing import Any
 
 import torch
+from gpu_sections.mtbench import MEAN_PROMPT, mtbench_requests, mtbench_workload
 from make_checkpoint import SHAPES, make_checkpoint, scaled_config
-from mtbench import MEAN_PROMPT, mtbench_requests, mtbench_workload
 from torch import Tensor
 
 from moelight import __version__

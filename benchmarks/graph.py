@@ -8,37 +8,33 @@
     peers     gpt_oss, deepseek_v2 and qwen3_next of 0.8 to 0.9 GB, resident, batch 16 and 64, beside transformers
               (experts eager and `grouped_mm`) and vLLM, compiled
 
-Contestants of a model are processes of their own that take turns, as in `e2e.py`; ratios are of seconds within a round.
-Who cannot run a family is absent, with its own words. Checkpoints that are not given are made in --scratch. The last
-line is JSON: of each section its figures, what it misses of its bars, and the seconds that it took.
+Comparisons of resident models are those of `e2e.py`, that from the disk is `pipeline.py`'s. Who cannot run a family is
+absent, with its own words. Checkpoints that are not given are made in --scratch. The last line is JSON: of each section
+its figures, and what it misses of its bars.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import e2e
 import torch
-from contestants import OURS, Work, add_places, all_of, figures, places_of, random_work, take_turns
-from graph_models import SHAPES, make_graph_shape
-from limited import forget
-from make_checkpoint import make_shape
-from pipeline_sections.direct import direct_rate
-from pipeline_sections.setting import Setting, limits_memory, started
-
-from moelight.runtime.measure import processor_name
+from make_checkpoint import make_shape, write_tokenizer
+from pipeline_sections.disk import GRAPH, PLANNED, measured
+from pipeline_sections.setting import Setting, limits_memory
+from runner.contestants import OURS, add_places, places_of, random_work
+from runner.limits import forget
+from runner.run import add_sections, in_rounds, run, run_sections
 
 NATIVE = ("mixtral-0p9b", "qwen3moe-0p9b", "olmoe-0p9b")
 BIG = "mixtral-6g"
-GRAPH = "moelight-graph"
+OURS_AS_GRAPH = f"{OURS}-{GRAPH}"
 PEERS = ("transformers-eager", "transformers-grouped_mm", "vllm-compiled")
 # Bars: the graph's seconds over those of our decoder at most, by batch size; transformers' best over the graph at least
 SLOWER = {64: 1.10}
@@ -54,39 +50,28 @@ _PROVE = "import pathlib, sys; from moelight.models.graph.self_test import prove
 
 
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(args.threads)
-    sections: dict[str, Callable[[Setting], dict[str, Any]]] = {"native": native, "disk": disk, "peers": peers}
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=args.scratch) as made:
-        setting = Setting(
-            models=args.models or [],
-            big=args.big or Path(BIG),
-            places=places_of(args),
-            scratch=Path(made),
-            threads=args.threads,
-            rounds=args.rounds,
-            options=vars(args),
-        )
-        for name in args.sections:
-            began = time.perf_counter()
-            result[name] = sections[name](setting)
-            result[name]["seconds"] = time.perf_counter() - began
-            print(f"{name}: {result[name]['seconds'] / 60:.1f} minutes", file=sys.stderr)
-    print(json.dumps({"benchmark": "graph", "cpu": processor_name(), "threads": args.threads, **result}))
+    run("graph", __doc__, _options, _measure, rounds=2)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sections", nargs="+", choices=("native", "disk", "peers"), default=["native", "disk", "peers"]
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    setting = Setting(
+        models=args.models or [],
+        big=args.big or Path(BIG),
+        ring=Path(),
+        places=places_of(args),
+        scratch=args.temporary,
+        threads=args.threads,
+        rounds=args.rounds,
+        options=vars(args),
     )
+    return run_sections({"native": native, "disk": disk, "peers": peers}, args.sections, setting)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add_sections(parser, {"native": native, "disk": disk, "peers": peers})
     parser.add_argument("--models", type=Path, nargs="+", help="checkpoints of families with a decoder of ours")
     parser.add_argument("--big", type=Path, help="one of them for the disk section")
     parser.add_argument("--graphs", type=Path, nargs="+", help="checkpoints for the section of peers")
-    parser.add_argument("--scratch", type=Path, help="a directory on a disk")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--native-batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--native-prompt", type=int, default=16, help="tokens in a prompt of the native section")
     parser.add_argument("--native-new", type=int, default=24, help="new tokens there")
@@ -98,69 +83,35 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peer-new", type=int, default=32)
     parser.add_argument("--peers", nargs="*", default=PEERS)
     add_places(parser)
-    return parser.parse_args()
 
 
 def native(setting: Setting) -> dict[str, Any]:
     """Each family by our decoder and as a graph, in one run."""
-    options = setting.options
-    models = setting.models or [make_shape(name, setting.scratch) for name in NATIVE]
-    sizes = options["native_prompt"], options["native_new"], options["native_batches"]
-    result = [_together(setting, model, (GRAPH,), *sizes) for model in models]
+    models = setting.models or [make_shape(name, setting.options["scratch"]) for name in NATIVE]
+    result = [_compared(setting, model, (OURS_AS_GRAPH,), "native") for model in models]
     return {"models": result, "below": [miss for item in result for miss in _slower(item)]}
 
 
 def peers(setting: Setting) -> dict[str, Any]:
     """Each family as a graph, beside libraries that have it."""
     options = setting.options
-    models = options["graphs"] or [make_graph_shape(name, setting.scratch) for name in SHAPES]
-    sizes = options["peer_prompt"], options["peer_new"], options["peer_batches"]
-    result = [_together(setting, model, options["peers"], *sizes) for model in models]
+    models = options["graphs"] or [make_graph_shape(name, options["scratch"]) for name in SHAPES]
+    result = [_compared(setting, model, options["peers"], "peer") for model in models]
     return {"models": result, "below": [miss for item in result for miss in _below_peers(item)]}
 
 
-def _together(
-    setting: Setting, model: Path, others: Sequence[str], prompt: int, new: int, batches: Sequence[int]
-) -> dict[str, Any]:
-    """moelight and ``others`` in turns on one model, all of them in memory."""
-    maximum, places = max(batches), setting.places
-    work = random_work(model, [prompt] * maximum, [new] * maximum, batches, setting.threads)
-    absent = {name: reason for name in others if (reason := places.lacks(name, model)) is not None}
-    present = [name for name in others if name not in absent]
-    with all_of((OURS, *present), places, work, setting.scratch, absent=absent) as alive:
-        take_turns(alive, work, setting.rounds)
-        ours = alive[0].samples
-        table = [
-            {
-                "batch": batch,
-                "contestants": {one.name: figures(one.samples, ours, batch, work.tokens(batch)) for one in alive},
-                "python_share": statistics.median(turn["python_share"] for turn in ours.turns[batch]),
-            }
-            for batch in batches
-        ]
-    result = {"model": model.name, "prompt_len": prompt, "new_tokens": new, "batches": table, "absent": absent}
-    print_table(result)
+def _compared(setting: Setting, model: Path, others: tuple[str, ...], section: str) -> dict[str, Any]:
+    prompt, new, batches = (setting.options[f"{section}_{name}"] for name in ("prompt", "new", "batches"))
+    count = max(batches)
+    work = random_work(model, [prompt] * count, [new] * count, batches, setting.threads)
+    result = e2e.compare(work, [others], setting.places, setting.rounds, setting.scratch)
+    e2e.print_table(result)
     return result
-
-
-def print_table(result: dict[str, Any]) -> None:
-    """One line a contestant and batch size; who is absent."""
-    for outcome in result["batches"]:
-        heading = f"{result['model']}, batch {outcome['batch']}"
-        print(f"{heading:30}{'tok/s':>9}{'its s / ours':>14}{'peak GiB':>10}{'first token':>13}{'all tokens':>12}")
-        for name, row in outcome["contestants"].items():
-            equal = [f"{row[which]}/{outcome['batch']}" for which in ("first_tokens_equal", "prompts_equal")]
-            print(
-                f"{name:30}{row['tokens_per_s']:>9.1f}{row['moelight_ratio']:>14.3f}"
-                f"{row['peak_rss_bytes'] / 2**30:>10.2f}{equal[0]:>13}{equal[1]:>12}"
-            )
-    for name, reason in result["absent"].items():
-        print(f"{name}: absent: {reason}")
 
 
 def _slower(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Batch sizes at which the graph takes longer than its bar."""
-    rows = [(result["batch"], result["contestants"][GRAPH]["moelight_ratio"]) for result in result["batches"]]
+    rows = [(item["batch"], item["contestants"][OURS_AS_GRAPH]["moelight_ratio"]) for item in result["batches"]]
     return [
         {"model": result["model"], "batch": batch, "ratio": ratio, "bar": SLOWER[batch]}
         for batch, ratio in rows
@@ -182,20 +133,25 @@ def _below_peers(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def disk(setting: Setting) -> dict[str, Any]:
     """Our decoder and the graph of one model that is three times its memory, alone in turns."""
-    model = setting.big if setting.options["big"] else make_shape(BIG, setting.scratch)
+    options = setting.options
+    model = setting.big if options["big"] else make_shape(BIG, options["scratch"])
     files = sorted(model.glob("*.safetensors"))
     limit = sum(path.stat().st_size for path in files) // 3
     base = int(subprocess.run([sys.executable, "-c", _BASE], check=True, stdout=subprocess.PIPE, text=True).stdout)
-    memory, batch = int((limit - base) / SLACK), setting.options["disk_batch"]
-    lengths, new = [setting.options["disk_prompt"]] * batch, [setting.options["disk_new"]] * batch
+    memory, batch = int((limit - base) / SLACK), options["disk_batch"]
+    lengths, new = [options["disk_prompt"]] * batch, [options["disk_new"]] * batch
     work = random_work(model, lengths, new, [batch], setting.threads)
     subprocess.run([sys.executable, "-c", _PROVE, model], check=True)  # once, not within the limit
-    rows: dict[str, list[dict[str, Any]]] = {OURS: [], GRAPH: []}
-    for number in range(setting.rounds):
-        for name in (OURS, GRAPH) if number % 2 == 0 else (GRAPH, OURS):
-            rows[name].append(_streamed(setting, work, name, files, limit, memory))
+    rows: dict[str, list[dict[str, Any]]] = {PLANNED: [], GRAPH: []}
+    for _, order in in_rounds(rows, setting.rounds):
+        for name in order:
+            row = measured(setting, work, files, batch, name, limit, memory)
+            if "absent" in row:
+                raise SystemExit(f"{name}: {row['absent']}")
+            rows[name].append({key: value for key, value in row.items() if key != "ids"})
     forget(model)
-    ratios = [theirs["decode_s"] / ours["decode_s"] for ours, theirs in zip(rows[OURS], rows[GRAPH], strict=True)]
+    pairs = zip(rows[PLANNED], rows[GRAPH], strict=True)
+    ratios = [ours["decode_tokens_per_s"] / theirs["decode_tokens_per_s"] for ours, theirs in pairs]
     ratio = statistics.median(ratios)
     print(f"{model.name} from disk: the graph's seconds over our decoder's {ratio:.3f} ({ratios})")
     return {
@@ -211,32 +167,81 @@ def disk(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _streamed(setting: Setting, work: Work, name: str, files: list[Path], limit: int, memory: int) -> dict[str, Any]:
-    batch = work.batches[0]
-    options = {"host_memory": memory, "batch_size": batch, "watch": True}
-    before = direct_rate(files)
-    with started(name, setting, work, limit=limit, **options) as one:
-        if isinstance(one, str):
-            raise SystemExit(f"{name}: {one}")
-        result = one.generate(batch)
-        peak = one.samples.peak_rss_bytes
-    lane = result["decode_lanes"].get("disk", {})
-    row = {
-        "tokens_per_s": work.tokens(batch) / result["seconds"],
-        "decode_s": result["decode_s"] / max(1, result["decode_passes"]),
-        "decode_passes": result["decode_passes"],
-        "disk_busy_share": lane.get("busy_share", 0.0),
-        "disk_bytes_per_s": lane.get("bytes_per_s", 0.0),
-        "roof_bytes_per_s": statistics.mean((before, direct_rate(files))),
-        "peak_rss_bytes": peak,
-        "policy": result["policy"],
-    }
-    print(
-        f"{name}: {row['decode_s']:.2f} s a decode pass, disk busy {row['disk_busy_share']:.0%}, "
-        f"{row['disk_bytes_per_s'] / 1e9:.2f} of {row['roof_bytes_per_s'] / 1e9:.2f} GB/s, "
-        f"peak {peak / 2**30:.2f} of {limit / 2**30:.2f} GiB"
-    )
-    return row
+# ---- Checkpoints of families that run as graphs: of their mechanisms, 0.8 to 0.9 GB each in bfloat16, random weights,
+# written by transformers.
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 768,
+    "num_hidden_layers": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "intermediate_size": 768,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "head_dim": 64,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+    },
+    "deepseek_v2": {
+        "moe_intermediate_size": 512,
+        "intermediate_size": 1024,
+        "n_routed_experts": 48,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "topk_group": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+    },
+    "qwen3_next": {
+        "moe_intermediate_size": 448,
+        "shared_expert_intermediate_size": 448,
+        "num_experts": 48,
+        "num_experts_per_tok": 6,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+}
+_DEVIATION = 0.03
+
+
+def make_graph_shape(name: str, directory: Path) -> Path:
+    """The checkpoint ``name`` of `SHAPES` in ``directory``: made unless it is there."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    out = directory / f"{name}-graph"
+    if not (out / "config.json").exists():
+        unfinished = directory / f"{name}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        config = AutoConfig.for_model(name, **_COMMON, **SHAPES[name])
+        torch.manual_seed(0)
+        with torch.no_grad():
+            module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            for weight in module.parameters():
+                if weight.ndim > 1:
+                    weight.normal_(0, _DEVIATION)
+            module.save_pretrained(unfinished)
+        write_tokenizer(unfinished, config.vocab_size)
+        unfinished.rename(out)
+    return out
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Prediction against reality: tokens per second of whole runs as one kept profile of the machine predicts them, and as
 they were.
 
-    python benchmarks/hrm_error.py [--sets held-out fit] [--profile FILE.yaml] [--rounds 3] [--quick] [--out FILE.json]
+    python benchmarks/hrm_error.py [--sets held-out fit] [--profile FILE.yaml] [--rounds 3] [--quick] [--out DIR]
 
 The machine is measured once, before everything else, by `moelight profile`, as a user does it; or long ago, if its file
-is given. Every run (`hrm_runs.py`) is a process of its own: it loads a checkpoint with random weights, predicts, warms
-up, and generates from prompts of random ids; sequences ignore their end, so the work is the workload's. Runs that have
-less memory than the model are truly limited to it and 384 MiB, where groups can be made.
+is given. Every run (`planner_sections/hrm_runs.py`) is a process of its own: it loads a checkpoint with random
+weights, predicts, warms up, and generates from prompts of random ids; sequences ignore their end, so the work is the
+workload's. Runs that have less memory than the model are truly limited to it and 384 MiB, where groups can be made.
 
 Rounds are interleaved, every other one backwards; each run's median counts, beside a prediction that is the same in
 every round. Errors are signed: +10 % is predicted faster than it was. The roof is the machine itself: how far a round
@@ -23,15 +23,15 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hrm_runs import SETS, Run, checkpoint
-from limited import enter, forget, memory_limit
+from planner_sections.hrm_runs import SETS, Run, checkpoint
+from runner.limits import enter, forget, memory_limit
+from runner.run import in_rounds, run
 
 from moelight.core.units import parse_bytes
 
@@ -42,43 +42,43 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    args = _arguments()
-    if args.child:
-        print(json.dumps(_measure(Path(args.child), Run(**json.loads(args.run)), args.profile, args.group)))
-        return
+    if "--child" in sys.argv:
+        args = _child_arguments()
+        print(json.dumps(_predict_and_measure(args.child, Run(**json.loads(args.run)), args.profile, args.group)))
+    else:
+        run("hrm_error", __doc__, _options, _measure, rounds=3)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     names = dict.fromkeys(args.sets)
-    runs = [(name, run) for name in names for run in (quick(SETS[name]) if args.quick else SETS[name])]
-    with tempfile.TemporaryDirectory(dir=args.scratch) as made:
-        scratch = args.scratch or Path(made)
-        profile = args.profile or _profiled(Path(made) / "machine.yaml", scratch, quick=args.quick)
-        models = {run.model: checkpoint(run.model, scratch) for _, run in runs}
-        outcome: dict[int, list[Row]] = {index: [] for index in range(len(runs))}
-        for turn in range(1 if args.quick else args.rounds):
-            for index in outcome if turn % 2 == 0 else reversed(outcome):
-                name, run = runs[index]
-                outcome[index].append(_run(name, run, models[run.model], profile))
-        result = {"machine": machine_facts(profile, retained=args.profile is not None)}
+    runs = [(name, item) for name in names for item in (quick(SETS[name]) if args.quick else SETS[name])]
+    profile = args.profile or _profiled(args.temporary / "machine.yaml", args.scratch, quick=args.quick)
+    models = {item.model: checkpoint(item.model, args.scratch) for _, item in runs}
+    outcome: dict[int, list[Row]] = {index: [] for index in range(len(runs))}
+    for _, order in in_rounds(outcome, 1 if args.quick else args.rounds):
+        for index in order:
+            name, item = runs[index]
+            outcome[index].append(_run(name, item, models[item.model], profile))
+    machine = machine_facts(profile, retained=args.profile is not None)
     rows = [combined(item) for item in outcome.values()]
     print("\n".join(map(_line, rows)))
-    result = {"benchmark": "hrm_error", **result, "sets": {name: summary(rows, name) for name in names}, "rows": rows}
+    sets = {name: summary(rows, name) for name in names}
     for name in names:
-        print(_said(name, result["sets"][name]))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+        print(_said(name, sets[name]))
+    return {"machine": machine, "sets": sets, "rows": rows}
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["held-out"])
     parser.add_argument("--profile", type=Path, help="what moelight profile -o measured earlier; else it does so now")
-    parser.add_argument("--rounds", type=int, default=3, help="how often every run is made; its median counts")
     parser.add_argument("--quick", action="store_true", help="one run of each model, once, on a quick profile: a check")
-    parser.add_argument("--scratch", type=Path, help="a directory on a disk, where checkpoints stay for another time")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
+
+
+def _child_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run")
+    for name in ("child", "profile", "group"):
+        parser.add_argument(f"--{name}", type=Path)
     return parser.parse_args()
 
 
@@ -108,7 +108,7 @@ def _run(name: str, run: Run, model: Path, profile: Path) -> Row:
     return row
 
 
-def _measure(model: Path, run: Run, profile: Path, group: Path | None) -> Row:
+def _predict_and_measure(model: Path, run: Run, profile: Path, group: Path | None) -> Row:
     """Predict, then run."""
     from moelight import Engine, SamplingParams, Workload
     from moelight.core.schedule import Lane

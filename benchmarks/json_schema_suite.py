@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from runner.run import run
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -97,12 +98,17 @@ def files(suite: Path, draft: str, *, optional: bool) -> Iterator[tuple[str, Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    run("json_schema_suite", __doc__, _options, _measure, threads=False)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", type=Path, required=True, help="a checkout of the suite")
     parser.add_argument("--draft", default="draft2020-12", help="the folder of one draft (default: draft2020-12)")
     parser.add_argument("--optional", action="store_true", help="the optional tests instead of the required ones")
     parser.add_argument("--refusals", action="store_true", help="also print why each refused group is refused")
-    options = parser.parse_args()
+
+
+def _measure(options: argparse.Namespace) -> dict[str, int]:
     judge, total = Judge(), Counter[str]()
     print(f"| file | {' | '.join(COLUMNS)} |\n|---|{'--:|' * len(COLUMNS)}")
     refusals: list[str] = []
@@ -117,7 +123,7 @@ def main() -> None:
     if options.refusals:
         print(*refusals, sep="\n")
     judge.constraints.close()
-    print(json.dumps({column: total[column] for column in COLUMNS}))
+    return {column: total[column] for column in COLUMNS}
 
 
 if __name__ == "__main__":

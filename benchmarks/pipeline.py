@@ -12,27 +12,27 @@
     memory    resident models beside all peers at batch 1, 16 and 64 (`e2e.py`)
     overhead  time outside of any task, idle of the lane that binds
     long      resident memory over 2,000 requests through a constrained plan
+    budget    the peak of resident memory of `moelight generate --host-memory`, beside what it was allowed
 
 Every section measures its roof in the same run. Models that are not given are made in --scratch (2 x 1.8 GB; 6.6 and
-6.2 GB), where accelerate also writes a second copy of the big one. The last line is JSON.
+6.2 GB), where accelerate also writes a second copy of the big one. ``--figure`` measures nothing: it draws the README's
+figure from the JSON of an earlier ``disk``. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from pathlib import Path
+from typing import Any
 
-import torch
-from contestants import add_places, places_of
 from e2e import MODELS
 from make_checkpoint import make_shape
-from pipeline_sections import disk, long, overhead, refill, resident, ring
+from pipeline_sections import budget, disk, figure, long, overhead, refill, resident, ring
 from pipeline_sections.setting import Setting
+from runner.contestants import add_places, places_of
+from runner.run import add_sections, run, run_sections
 
 from moelight.core.policy import ACTIVATIONS
-from moelight.runtime.measure import processor_name
 
 SECTIONS = {
     "disk": disk.run,
@@ -41,41 +41,42 @@ SECTIONS = {
     "memory": resident.run,
     "overhead": overhead.run,
     "long": long.run,
+    "budget": budget.run,
 }
 BIG, RING = "mixtral-6g", "mixtral-6g-9l"
 
 
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory(dir=args.scratch) as made:
-        scratch = Path(made)
-        small = not set(args.sections) <= {"disk", "ring"}
-        setting = Setting(
-            models=args.models or ([make_shape(name, scratch) for name in MODELS] if small else []),
-            big=args.big or (make_shape(BIG, scratch) if "disk" in args.sections else Path(BIG)),
-            ring=args.ring or (make_shape(RING, scratch) if "ring" in args.sections else Path(RING)),
-            places=places_of(args),
-            scratch=scratch,
-            threads=args.threads,
-            rounds=args.rounds,
-            options=vars(args),
-        )
-        result = {name: SECTIONS[name](setting) for name in args.sections}
-    print(json.dumps({"benchmark": "pipeline", "cpu": processor_name(), "threads": args.threads, **result}))
+    run("pipeline", __doc__, _options, _measure, rounds=3)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    if args.figure is not None:
+        figure.draw(args.figure)
+        return {"figure": str(args.figure)}
+    scratch, sections = args.scratch, args.sections
+    small = not set(sections) <= {"disk", "ring"}
+    setting = Setting(
+        models=args.models or ([make_shape(name, scratch) for name in MODELS] if small else []),
+        big=args.big or (make_shape(BIG, scratch) if "disk" in sections else Path(BIG)),
+        ring=args.ring or (make_shape(RING, scratch) if "ring" in sections else Path(RING)),
+        places=places_of(args),
+        scratch=args.temporary,
+        threads=args.threads,
+        rounds=args.rounds,
+        options=vars(args),
+    )
+    return run_sections(SECTIONS, sections, setting)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add_sections(parser, SECTIONS)
+    parser.add_argument("--figure", type=Path, metavar="RESULTS.json", help="draw docs/throughput.png, measure nothing")
     parser.add_argument("--models", type=Path, nargs="+", help="resident models")
     parser.add_argument("--big", type=Path, help="the model of the disk section")
     parser.add_argument("--ring", type=Path, help="the model of the ring section")
     parser.add_argument("--ring-memory", default="1.2GiB", help="the real limit of the ring section")
     parser.add_argument("--ring-batches", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--scratch", type=Path, help="a directory on a disk")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--disk-batches", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--disk-prompt", type=int, default=32, help="tokens in a prompt of the disk section")
     parser.add_argument("--disk-new", type=int, default=16, help="new tokens there")
@@ -112,8 +113,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--long-requests", type=int, default=2000)
     parser.add_argument("--long-share", type=float, default=0.6, help="budget of the long section over the weights")
+    parser.add_argument("--budgets", nargs="+", default=["1GiB", "768MiB", "least"], help="of the budget section")
+    parser.add_argument("--budget-prompts", type=int, default=24)
+    parser.add_argument("--budget-longest", type=int, default=160, help="words in the longest of its prompts")
+    parser.add_argument("--budget-new", type=int, default=8, help="new tokens there")
     add_places(parser)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

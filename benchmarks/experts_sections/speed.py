@@ -89,9 +89,3 @@ def measure() -> dict[str, Any]:
         "slots": SLOTS,
         "keys": KEYS,
     }
-
-
-if __name__ == "__main__":
-    figures = measure()
-    for name, row in (figures["evictions"] | figures["slru_with_predictor"]).items():
-        print(f"{name:22}", "  ".join(f"{figure} {value:.3g}" for figure, value in row.items()))

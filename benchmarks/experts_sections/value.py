@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from runner.run import in_rounds
+
 from experts_sections.padded import pad_experts
 from moelight import Engine, SamplingParams
 from moelight.core.policy import Policy, Shares
@@ -135,9 +137,9 @@ def compare(
     """Medians over ``rounds``, contestants in turn; every one must give the tokens of the first."""
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     wanted: tuple[str, ...] | None = None
-    for _ in range(rounds):
-        for name, contestant in names.items():
-            figures, answers = run_once(model, prompts, batch, contestant)
+    for _, order in in_rounds(names, rounds):
+        for name in order:
+            figures, answers = run_once(model, prompts, batch, names[name])
             wanted = wanted or answers
             if answers != wanted:
                 raise SystemExit(f"{name} gives other tokens than {next(iter(names))}")

@@ -29,7 +29,7 @@ from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lane_figures import Watched
+from runner.lanes import Watched
 
 
 def load(task: Task) -> Generate:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from published import CARDS, GENERATED, MOE_GEN, PUBLISHED, Card
+from planner_sections.published import CARDS, GENERATED, MOE_GEN, PUBLISHED, Card
 
 from gpu_sections.shapes import link, link_binds
 from gpu_sections.small_card import contestants

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from kernel_cases.threads import bound, unbind
+from runner.threads import bound, unbind
+
 from kernel_cases.turns import Timed, UnfitError
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"

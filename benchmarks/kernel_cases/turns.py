@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernel_cases.roofs import Roofs
-from kernel_cases.threads import PAUSE_S, spread
+from runner.roofs import Roofs
+from runner.threads import PAUSE_S, spread
 
 SLOW_S = 1.0  # who takes longer for one operation, and is not the first, takes part in the first rounds only
 SLOW_ROUNDS = 3

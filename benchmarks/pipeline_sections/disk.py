@@ -19,15 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from contestants import WHOLE, EndedError, Work, gguf, random_work
-from memory import measure_base
-from quantised import rounded
+from runner.contestants import WHOLE, EndedError, Work, gguf, random_work
+from runner.disk import direct_rate
+from runner.forms import converted
+from runner.limits import measure_base
+from runner.run import in_rounds
 
-from pipeline_sections.direct import direct_rate
 from pipeline_sections.setting import Setting, limits_memory, started, why_absent
 
 ORDERS = ("cgopipe", "flexgen", "flexgen-loop", "serial")
 PLANNED = "planned"  # in place of an order: the plan's own
+GRAPH = "graph"  # the same, the model run as transformers' module graph
 PEERS = ("accelerate-grouped_mm", "accelerate-eager", "llamacpp")
 PLAN_SLACK = 1.05
 CONVERTED = ("int4", "int8", "mxfp4", "fp8")  # other forms are types of GGUF files
@@ -69,8 +71,8 @@ def _orders(setting: Setting, work: Work, files: list[Path], limit: int, memory:
     orders = setting.options["disk_orders"]
     rows = [measured(setting, work, files, batch, orders[0], limit, memory) for batch in work.batches[:-1]]
     batch, absent = work.batches[-1], set[str]()
-    for number in range(setting.rounds):
-        for order in orders if number % 2 == 0 else reversed(orders):
+    for _, turn in in_rounds(orders, setting.rounds):
+        for order in turn:
             if order not in absent:
                 rows.append(measured(setting, work, files, batch, order, limit, memory))
                 absent |= {order} if "absent" in rows[-1] else set()
@@ -80,9 +82,11 @@ def _orders(setting: Setting, work: Work, files: list[Path], limit: int, memory:
 def _form(setting: Setting, work: Work, kind: str, limit: int, memory: int) -> list[dict[str, Any]]:
     """The model in the form ``kind`` in the first order, at every batch size. Its files lie beside the model."""
     model = setting.big
-    path = rounded(model, kind, model.parent) if kind in CONVERTED else gguf(model, kind)
+    path = converted(model, kind, model.parent) if kind in CONVERTED else gguf(model, kind)
     if not path.exists():
-        return [{"experts": kind, "absent": f"no {path.name} beside the checkpoint; gguf_files.py makes it"}]
+        return [
+            {"experts": kind, "absent": f"no {path.name} beside the checkpoint; quality.py --sections files makes it"}
+        ]
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     original, order = replace(work, model=path), setting.options["disk_orders"][0]
     size = sum(file.stat().st_size for file in files)
@@ -109,7 +113,7 @@ def measured(
     row: dict[str, Any] = {"order": order, "batch": batch}
     alone = replace(work, batches=[batch], prompts=work.prompts[:batch], new_tokens=work.new_tokens[:batch])
     before = direct_rate(files)
-    fixed = {} if order == PLANNED else {"schedule": order}
+    fixed = {} if order in (PLANNED, GRAPH) else {"schedule": order}
     options = {"host_memory": memory, "batch_size": batch, "watch": True, **fixed, **more}
     with started(f"moelight-{order}", setting, alone, limit=limit, **options) as one:
         if isinstance(one, str):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from contestants import random_work
-from memory import measure_base
+from runner.contestants import random_work
+from runner.limits import measure_base
 
 from moelight.core.units import MiB
 from pipeline_sections.setting import Setting, started

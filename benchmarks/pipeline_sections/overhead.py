@@ -9,10 +9,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from contestants import random_work, take_turns
 from e2e import ROOF_GIB, bound_s
-from kernel_cases.roofs import Roofs
-from lane_figures import binding
+from runner.contestants import random_work, take_turns
+from runner.lanes import binding
+from runner.roofs import Roofs
 
 from pipeline_sections.setting import Setting, started
 
@@ -29,12 +29,10 @@ def run(setting: Setting) -> dict[str, Any]:
             if isinstance(one, str):
                 rows.append({"model": model.name, "absent": one})
                 continue
-            roofs.read_seconds_per_byte()
-            roofs.seconds_per_flop()
+            roofs.measure()
             take_turns([one], work, setting.rounds)
-            roofs.read_seconds_per_byte()
-            roofs.seconds_per_flop()
-        roof = {"read_bytes_per_s": statistics.median(roofs.reads), "bf16_flops": statistics.median(roofs.products)}
+            roofs.measure()
+        roof = roofs.figures()
         turns = one.samples.turns[BATCH]
         rows.append(_row(turns, bound_s(work, BATCH, roof), work.tokens(BATCH)) | {"model": model.name, "roof": roof})
         print_row(rows[-1])

@@ -11,9 +11,9 @@ import statistics
 from typing import Any
 
 import numpy as np
-from contestants import random_work, take_turns
 from e2e import ROOF_GIB, bound_s
-from kernel_cases.roofs import Roofs
+from runner.contestants import random_work, take_turns
+from runner.roofs import Roofs
 
 from pipeline_sections.setting import Setting, started
 
@@ -30,8 +30,7 @@ def run(setting: Setting) -> dict[str, Any]:
     roofs = Roofs(ROOF_GIB, setting.threads)
     for model in setting.models:
         work = random_work(model, lengths, new, [count], setting.threads)
-        roofs.read_seconds_per_byte()
-        roofs.seconds_per_flop()
+        roofs.measure()
         options: dict[str, Any] = {"batch_size": batch, "watch": True}
         if share is not None:
             options["host_memory"] = int(share * sum(path.stat().st_size for path in model.glob("*.safetensors")))
@@ -41,10 +40,9 @@ def run(setting: Setting) -> dict[str, Any]:
         ):
             alive = [one for one in (refill, static) if not isinstance(one, str)]
             take_turns(alive, work, setting.rounds)
-            roofs.read_seconds_per_byte()
-            roofs.seconds_per_flop()
+            roofs.measure()
         turns = {one.name.partition("-")[2]: one.samples.turns[count] for one in alive}
-        roof = {"read_bytes_per_s": statistics.median(roofs.reads), "bf16_flops": statistics.median(roofs.products)}
+        roof = roofs.figures()
         rows.append(
             _row(model.name, turns, work.tokens(count), bound_s(work, count, roof, alive=batch)) | {"roof": roof}
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import e2e
-from contestants import random_work
+from runner.contestants import random_work
 
 from pipeline_sections.setting import Setting
 

@@ -11,8 +11,8 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from contestants import Work, random_work
-from memory import measure_base
+from runner.contestants import Work, random_work
+from runner.limits import measure_base
 
 from moelight.core.units import parse_bytes
 from pipeline_sections.disk import PLAN_SLACK, measured

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contestants import OURS, Contestant, EndedError, Places, Work
-from limited import forget, memory_limit
+from runner.contestants import OURS, Contestant, EndedError, Places, Work
+from runner.limits import forget, memory_limit
 
 
 @dataclass(frozen=True, kw_only=True)

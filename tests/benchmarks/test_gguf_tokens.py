@@ -1,4 +1,4 @@
-"""What `benchmarks/gguf_tokens.py` compares: trained models in whole blocks are the same models."""
+"""What `benchmarks/quality.py --sections tokens` compares: trained models in whole blocks are the same models."""
 
 from __future__ import annotations
 

@@ -53,5 +53,5 @@ def test_the_best_form_of_a_library_counts(graph: Any) -> None:
     ],
 )
 def test_who_is_absent_says_why_in_a_line(graph: Any, log: str, words: str) -> None:
-    contestants = importlib.import_module("contestants")
+    contestants = importlib.import_module("runner.contestants")
     assert contestants.last_words(contestants.EndedError("vllm ended with -9", log)) == words

@@ -24,7 +24,7 @@ def error(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("hrm_runs")
+    return importlib.import_module("planner_sections.hrm_runs")
 
 
 def row(measured: float, predicted: float = 100.0, **changes: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_names_of_machines(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     lines = f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\n"
     (tmp_path / "cpuinfo").write_text(lines, encoding="utf-8")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    result = importlib.import_module("kernel_cases.report")
+    result = importlib.import_module("runner.report")
     monkeypatch.setattr(native, "cpu_features", lambda: {item: item in features for item in result._UNITS})
     assert result.machine_name(8, proc=tmp_path) == name
 
@@ -95,7 +95,7 @@ def test_a_case_that_is_not_there() -> None:
 def test_it_starts_again_with_short_spins() -> None:
     """Once, and with the same arguments."""
     program = (
-        "import os, json, sys; from kernel_cases.threads import restart_with_short_spins\n"
+        "import os, json, sys; from runner.threads import restart_with_short_spins\n"
         "restart_with_short_spins(); print(json.dumps([os.environ['GOMP_SPINCOUNT'], sys.argv[1:]]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}

@@ -19,9 +19,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report on two budgets, both smaller than the model and what a run needs beside it."""
     model = tmp_path_factory.mktemp("memory") / "model"
     ran("make_checkpoint", model, "--model", "mixtral-8x7b", *SHAPE.split())
-    options = ["--prompts", "12", "--longest", "60", "--max-tokens", "4"]
-    changes = {"memory.subprocess.run": _run}
-    return ran("memory", "--model", model, "--budgets", "160MiB", "least", *options, changes=changes)
+    options = ["--budget-prompts", "12", "--budget-longest", "60", "--budget-new", "4"]
+    changes = {"pipeline_sections.budget.subprocess.run": _run}
+    sections = ["--sections", "budget", "--models", model, "--budgets", "160MiB", "least"]
+    return ran("pipeline", *sections, *options, changes=changes)["budget"]
 
 
 def _run(command: list[str], **options: Any) -> CompletedProcess[str]:

@@ -41,7 +41,7 @@ def span(lane: Lane, start: float, end: float, size: int = 0) -> Span:
 def watched(module: Any, tokens: list[int]) -> Any:
     """Passes of one second each; in every one the disk works from 0.2 to 0.7 and from 0.5 to 1.0, 100 bytes each, and
     the CPU from 0 to 0.25."""
-    result = module("lane_figures").Watched(began=10.0)
+    result = module("runner.lanes").Watched(began=10.0)
     for number, count in enumerate(tokens):
         at = 10.0 + number
         spans = [
@@ -59,11 +59,11 @@ def test_a_lane_is_busy_while_any_of_its_tasks_runs(module: Any) -> None:
     assert lanes["disk"]["bytes_per_s"] == pytest.approx(200)
     assert lanes["disk"]["busy_bytes_per_s"] == pytest.approx(250)
     assert lanes["cpu"]["busy_share"] == pytest.approx(0.25)
-    assert module("lane_figures").binding(lanes) == "disk"
+    assert module("runner.lanes").binding(lanes) == "disk"
 
 
 def test_a_read_that_began_in_an_earlier_pass_counts_in_part(module: Any) -> None:
-    result = module("lane_figures").Watched(began=0.0)
+    result = module("runner.lanes").Watched(began=0.0)
     result.add([], 1, 1.0)
     result.add([span(Lane.DISK, 0.5, 1.5, 100)], 1, 2.0)
     lanes = result.figures(range(1, 2))
@@ -99,7 +99,7 @@ def test_no_steady_passes_have_no_figures(module: Any) -> None:
 def test_the_union_of_intervals_counts_every_second_once(pieces: list[tuple[int, int]]) -> None:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        covered = importlib.import_module("lane_figures").covered
+        covered = importlib.import_module("runner.lanes").covered
     finally:
         sys.path.remove(str(BENCHMARKS))
     seconds = {second for start, length in pieces for second in range(start, start + length)}
@@ -108,13 +108,13 @@ def test_the_union_of_intervals_counts_every_second_once(pieces: list[tuple[int,
 
 def samples(module: Any, seconds: list[float], ids: list[list[int]]) -> Any:
     turns = [{"seconds": value, "cores": 2.0, "ids": ids} for value in seconds]
-    return module("contestants").Samples(load_s=1.0, peak_rss_bytes=7, turns={2: turns})
+    return module("runner.contestants").Samples(load_s=1.0, peak_rss_bytes=7, turns={2: turns})
 
 
 def test_ratios_are_taken_within_a_round(module: Any) -> None:
     ours = samples(module, [1.0, 10.0, 2.0], [[1, 2], [3, 4]])
     theirs = samples(module, [3.0, 20.0, 3.0], [[1, 2], [3, 5]])
-    row = module("contestants").figures(theirs, ours, 2, 64)
+    row = module("runner.contestants").figures(theirs, ours, 2, 64)
     assert row["ratios"] == [3.0, 2.0, 1.5]
     assert row["moelight_ratio"] == 2.0
     assert row["tokens_per_s"] == pytest.approx(64 / 3)
@@ -123,14 +123,14 @@ def test_ratios_are_taken_within_a_round(module: Any) -> None:
 
 def test_who_gives_no_tokens_is_not_compared(module: Any) -> None:
     ours = samples(module, [1.0], [[1, 2], [3, 4]])
-    row = module("contestants").figures(samples(module, [3.0], []), ours, 2, 64)
+    row = module("runner.contestants").figures(samples(module, [3.0], []), ours, 2, 64)
     assert row["first_tokens_equal"] is None
     assert row["prompts_equal"] is None
 
 
 def test_peers_without_an_environment_or_a_file_say_so(module: Any, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    places = module("contestants").Places
+    places = module("runner.contestants").Places
     assert places().lacks(OURS, model) is None
     assert places().lacks("vllm-eager", model) == "no environment given"
     assert places().lacks("llamacpp", model) == "no environment given"
@@ -146,7 +146,7 @@ def test_peers_without_an_environment_or_a_file_say_so(module: Any, tmp_path: Pa
 
 
 def test_a_peer_that_takes_too_long_is_ended(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    contestants = module("contestants")
+    contestants = module("runner.contestants")
     monkeypatch.setattr(contestants, "GENERATORS", tmp_path)
     (tmp_path / "slow_generator.py").write_text("print('{\"load_s\": 0}', flush=True)\n__import__('time').sleep(60)\n")
     work = contestants.Work(model=tmp_path, prompts=[], new_tokens=[], batches=[1], threads=1)
@@ -222,7 +222,7 @@ def test_a_direct_read_reads_everything_once(module: Any, tmp_path: Path, monkey
     files = [tmp_path / "one", tmp_path / "two"]
     for path, size in zip(files, (3 * 8192 + 100, 4096), strict=True):
         path.write_bytes(b"x" * size)
-    direct = module("pipeline_sections.direct")
+    direct = module("runner.disk")
     ticks = iter([0.0, 2.0])
     monkeypatch.setattr(direct.time, "perf_counter", lambda: next(ticks))
     assert direct.direct_rate(files, threads=3, block=8192) == (3 * 8192 + 100 + 4096) / 2

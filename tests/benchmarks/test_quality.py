@@ -1,4 +1,4 @@
-"""`benchmarks/quality.py` end to end on a tiny random model: what each comparison is of."""
+"""The KL divergence of `benchmarks/quality.py` end to end on a tiny random model: what each comparison is of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def test_activations_cost_beside_weights_and_alone(tmp_path: Path) -> None:
     model = tmp_path / "model"
     ran("make_checkpoint", model, "--model", "mixtral-8x7b", *SHAPE.split())
     few = ["--random-prompts", 4, "--random-len", 8, "--llamacpp", tmp_path, "--llamacpp-source", tmp_path]
-    rows = ran("quality", "--models", model, "--forms", "int8", "--scratch", tmp_path, *few)["rows"]
+    rows = ran("quality", "--sections", "kl", "--models", model, "--forms", "int8", "--scratch", tmp_path, *few)["kl"][
+        "rows"
+    ]
     assert [(row["form"], row["of"], row["tokens"]) for row in rows] == [
         ("int8", "weights", 28),
         ("int8", "both", 28),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.random_questions import question
-from benchmarks.sampled_policies import Sampled, drawn, every_setting
+from benchmarks.planner_sections.random_questions import question
+from benchmarks.planner_sections.sampled_policies import Sampled, drawn, every_setting
 from moelight.hrm.machine_model import Speeds, Unit, speeds_of
 from moelight.optimizer.optimize import make_plan
 from moelight.optimizer.options import PlanOptions

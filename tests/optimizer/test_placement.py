@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.random_questions import question
+from benchmarks.planner_sections.random_questions import question
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.footprint import footprint

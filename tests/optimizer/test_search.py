@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.random_questions import question
-from benchmarks.sampled_policies import best_of_samples, drawn, every_setting
+from benchmarks.planner_sections.random_questions import question
+from benchmarks.planner_sections.sampled_policies import best_of_samples, drawn, every_setting
 from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.units import GiB

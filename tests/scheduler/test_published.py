@@ -1,6 +1,7 @@
 """The simulator against published figures: orders of work, their ratio, and forty runs of five systems.
 
-What is assumed is written down in ``benchmarks/published.py``; no constant there is tuned to these figures.
+What is assumed is written down in ``benchmarks/planner_sections/published.py``; no constant there is tuned to these
+figures.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def _without_the_collector() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ablation() -> ModuleType:
-    """``benchmarks/ablation.py``; scripts import their neighbours by name."""
+    """``benchmarks/planner_sections/ablation.py``; scripts import their neighbours by name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        return importlib.import_module("ablation")
+        return importlib.import_module("planner_sections.ablation")
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
 

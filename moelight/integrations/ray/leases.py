@@ -23,7 +23,7 @@ from moelight.batch.rows import BadRow, Row
 
 MOST_DEATHS = 3
 EXCHANGE_S = 1.0
-_EXCHANGE_COST_S, _EXCHANGE_SHARE = 1.5e-3, 0.25  # of the driver's time: `benchmarks/ray_jobs.py`
+_EXCHANGE_COST_S, _EXCHANGE_SHARE = 1.5e-3, 0.25  # of the driver's time: `benchmarks/jobs.py`
 _MOST_VICTIMS = 64  # engines among which an idle one looks for rows
 
 
@@ -35,7 +35,7 @@ def exchange_interval_s(engines: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseSizes:
-    """How much an engine is given, in seconds of its work; the defaults are from `benchmarks/scale.py`.
+    """How much an engine is given, in seconds of its work; the defaults are from `benchmarks/jobs.py`.
 
     Attributes:
         ahead_s: beyond its passes; at least as many rows as fill them once more.

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.mixed_rows import write_mixed_rows
+from benchmarks.jobs_sections.mixed_rows import write_mixed_rows
 from moelight.batch.job import forecast_job, run_job
 from moelight.batch.options import Durability, JobOptions
 from moelight.core.errors import ConfigError

@@ -1,19 +1,16 @@
 """The last two columns of the table in docs/concepts/hrm.md: the published policies, priced by the calibrated estimator
 and simulated.
 
-    python benchmarks/planner_table.py
-
 Calibrated: what this engine would reach with the published N and μ on the shipped T4 or L4, its link as fast as the
-published runs imply (benchmarks/published.py), one batch of N prompts, prompts riding along. Simulated: the published
-system itself, as in docs/concepts/published.md. The last line is JSON.
+published runs imply (`published.py`), one batch of N prompts, prompts riding along. Simulated: the published
+system itself, as in docs/concepts/published.md.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 from dataclasses import dataclass, replace
-
-import published
+from typing import Any
 
 from moelight.core.policy import Policy, Shares
 from moelight.hrm.estimate import estimate
@@ -21,6 +18,7 @@ from moelight.hrm.machine_model import speeds_of
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
+from planner_sections import published
 
 MACHINES = {"S1": "t4", "S2": "l4"}
 HELM = (
@@ -42,12 +40,13 @@ class Line:
     simulated: float | None
 
 
-def main() -> None:
+def run(_args: argparse.Namespace) -> dict[str, Any]:
+    """One row of each published policy."""
     lines = [*_mtbench(), *_helm()]
     for line in lines:
         simulated = "" if line.simulated is None else f"{line.simulated:.1f}"
         print(f"| {line.row} | {line.prompt_len} | {line.gen_len} | … | {line.calibrated:.1f} | {simulated} |")
-    print(json.dumps({"benchmark": "planner_table", "rows": [vars(line) for line in lines]}))
+    return {"rows": [vars(line) for line in lines]}
 
 
 def _mtbench() -> list[Line]:
@@ -101,7 +100,3 @@ def calibrated(setting: str, prompt_len: int, gen_len: int, mu: int, count: int,
     )
     work = Workload(num_requests=n, prompt_len=prompt_len, max_prompt_len=prompt_len, gen_len=gen_len)
     return estimate(load_model_profile("mixtral"), policy, work, speeds).tokens_per_s
-
-
-if __name__ == "__main__":
-    main()

@@ -7,14 +7,15 @@ set in force: no kernel that touches memory gets there.
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import torch
 from peers.common import huge
 
-from kernel_cases.threads import PAUSE_S, spread
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack
+from runner.threads import PAUSE_S, spread
 
 PRODUCT_S = 0.02
 _TRIAL_ROUNDS = 1600
@@ -37,6 +38,15 @@ class Roofs:
         spread()
         self.reads.clear()
         self.products.clear()
+
+    def measure(self) -> None:
+        """Both once; to be called before and after what runs under them."""
+        self.read_seconds_per_byte()
+        self.seconds_per_flop()
+
+    def figures(self) -> dict[str, float]:
+        """Medians so far."""
+        return {"read_bytes_per_s": statistics.median(self.reads), "bf16_flops": statistics.median(self.products)}
 
     def read_seconds_per_byte(self) -> float:
         """The faster of two ways."""

@@ -1,27 +1,21 @@
 """Jobs on a Ray cluster in this machine: what the driver bears, and what a cluster costs beside one engine.
 
-    python benchmarks/ray_jobs.py [--sections driver throughput simulator] [--rows 1000000] [--model DIR]
-
 driver      one engine that returns every row at once: rows a second through the driver and its journal, its memory, and
             the seconds from the start of a half-done job of as many rows to its first new row
 throughput  5,000 mixed rows by one engine on all cores, and by two and three that share them, in turns: rows equal,
             tokens per second
 simulator   engines whose passes sleep, one, two and three: measured efficiency beside the simulated one
-
-Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import resource
-import shutil
 import signal
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,8 +23,9 @@ from typing import Any
 
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
 
-from mixed_rows import write_mixed_rows
+from runner.run import in_rounds
 
+from jobs_sections.mixed_rows import write_mixed_rows
 from moelight.batch.job import run_job
 from moelight.batch.options import JobOptions
 from moelight.batch.progress import JobCounts, Progress
@@ -48,7 +43,7 @@ from moelight.integrations.ray.worker import (
     pack_results,
 )
 
-SECTIONS = ("driver", "throughput", "simulator")
+PARTS = ("driver", "throughput", "simulator")
 ANSWER = b'{"text": "echo", "finish_reason": "stop", "usage": {"prompt_tokens": 4, "completion_tokens": 1}}\n'
 
 
@@ -166,10 +161,10 @@ def throughput(scratch: Path, count: int, *, model: str, rounds: int, engines: S
 
     speeds: dict[int, list[float]] = {item: [] for item in (0, *engines)}
     rows: dict[int, bytes] = {}
-    for _ in range(rounds):
-        for item, result in speeds.items():
+    for _, order in in_rounds(speeds, rounds):
+        for item in order:
             speed, rows[item] = once(item)
-            result.append(speed)
+            speeds[item].append(speed)
     alone = statistics.median(speeds[0])
     return {
         "rows": count,
@@ -278,34 +273,20 @@ def simulator(scratch: Path, count: int = 2000) -> dict[str, Any]:
     return {f"{engines}_engines": item for engines, item in outcome.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--mixed-rows", type=int, default=5000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--engines", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--model", default="demo", help="of the throughput")
-    parser.add_argument("--scratch", type=Path)
-    parser.add_argument("--out", type=Path, help="write the figures there too")
-    args = parser.parse_args()
-    scratch = Path(tempfile.mkdtemp(dir=args.scratch, prefix="ray-jobs-"))
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All three. Workers are sent by value: their processes need not find this module."""
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    scratch, result = args.temporary, {}
     sections: dict[str, Callable[[], dict[str, Any]]] = {
-        "driver": lambda: driver(scratch, args.rows),
+        "driver": lambda: driver(scratch, args.driver_rows),
         "throughput": lambda: throughput(
             scratch, args.mixed_rows, model=args.model, rounds=args.rounds, engines=args.engines
         ),
         "simulator": lambda: simulator(scratch),
     }
-    result = {}
-    for name in args.sections:
+    for name in args.cluster:
         result[name] = sections[name]()
         print(f"{name}: {result[name]}", flush=True)
-    shutil.rmtree(scratch)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    return result

@@ -1,14 +1,10 @@
 """A job of many short prompts: memory, what the journal costs, and how soon a killed one goes on.
 
-    python benchmarks/long_job.py [--rows 100000] [--max-tokens 8] [--model demo] [--scratch DIR]
-
-    memory    resident bytes of `moelight generate` while rows 20 % to 100 % are answered: flat if the ratio is 1
-    journal   the same job in this process: seconds inside the journal over all seconds, and all of it beside the same
-              rows written to no file
-    roof      the engine alone on the same token ids: no files, no rows, no text in
-    resume    killed at 90 %, started again: seconds from the start of the process to the first new row in the output
-
-The last line is JSON.
+memory    resident bytes of `moelight generate` while rows 20 % to 100 % are answered: flat if the ratio is 1
+journal   the same job in this process: seconds inside the journal over all seconds, and all of it beside the same
+          rows written to no file
+roof      the engine alone on the same token ids: no files, no rows, no text in
+resume    killed at 90 %, started again: seconds from the start of the process to the first new row in the output
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,32 +29,27 @@ from moelight.core.request import Request, SamplingParams
 from moelight.engine.model import LazyModel
 from moelight.engine.tokenizer import Tokenizer
 from moelight.profiles.workload import Workload
-from moelight.runtime.measure import processor_name
 from moelight.weights.source import resolve_model
 
 _LOOK_EVERY_S = 0.05
 
 
-def main() -> None:
-    args = _arguments()
-    with tempfile.TemporaryDirectory(dir=args.scratch) as made:
-        scratch = Path(made)
-        prompts = scratch / "prompts.jsonl"
-        write_prompts(prompts, args.rows, args.max_tokens)
-        result = {
-            "benchmark": "long_job",
-            "cpu": processor_name(),
-            "rows": args.rows,
-            "max_tokens": args.max_tokens,
-            "memory": memory(prompts, scratch / "memory.jsonl", args),
-            "journal": journal(prompts, scratch, args),
-            "roof": roof(prompts, args),
-            "resume": resume(prompts, scratch / "resume.jsonl", args),
-        }
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All four on the same rows."""
+    prompts = args.temporary / "prompts.jsonl"
+    write_prompts(prompts, args.rows, args.max_tokens)
+    result: dict[str, Any] = {
+        "rows": args.rows,
+        "max_tokens": args.max_tokens,
+        "memory": memory(prompts, args.temporary / "memory.jsonl", args),
+        "journal": journal(prompts, args.temporary, args),
+        "roof": roof(prompts, args),
+        "resume": resume(prompts, args.temporary / "resume.jsonl", args),
+    }
     result["roof_share"] = round(result["roof"]["seconds"] / result["journal"]["seconds"], 3)
     for name in ("memory", "journal", "roof", "resume"):
         print(f"{name:8}", "  ".join(f"{key} {value}" for key, value in result[name].items()))
-    print(json.dumps(result))
+    return result
 
 
 def write_prompts(path: Path, rows: int, max_tokens: int) -> None:
@@ -200,16 +190,3 @@ class _Gone:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> bool:
         return kind is psutil.NoSuchProcess
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--max-tokens", type=int, default=8)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--scratch", type=Path, help="a directory on a disk")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,25 @@
 """Published figures of MoE-Lightning beside what the simulator makes of them: orders of work, idle time, forty runs.
 
-    python benchmarks/ablation.py [--plot FILE] [--markdown]
-
-Runs anywhere in seconds: nothing is measured, only simulated, with published latencies and rates (``published.py`` says
+Runs anywhere in seconds: nothing is measured, only simulated, with published latencies and rates (`published.py` says
 which and why). ``--plot`` draws two steady layers of S1 and S2. ``--markdown`` prints the forty rows as a table for
-docs/concepts/published.md. The last line is JSON.
+docs/concepts/published.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from published import (
+from moelight.core.schedule import Lane, TaskKind
+from moelight.core.timeline import Timeline
+from moelight.core.units import GiB
+from moelight.observe.plots import excerpt, plot_timelines
+from moelight.scheduler.simulate import SteadyPass
+from planner_sections.published import (
     GENERATED,
     PADDED,
     RAGGED,
@@ -30,12 +32,6 @@ from published import (
     step,
     step_s,
 )
-
-from moelight.core.schedule import Lane, TaskKind
-from moelight.core.timeline import Timeline
-from moelight.core.units import GiB
-from moelight.observe.plots import excerpt, plot_timelines
-from moelight.scheduler.simulate import SteadyPass
 
 # Table 5: Mixtral 8x7B on the T4, padded MTBench, 128 new tokens, 36 x 14.
 T4 = SETTINGS["S1"]
@@ -78,11 +74,8 @@ class Idle:
         return 1 - self.s1.idle_s(self.lane) / self.s2.idle_s(self.lane)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw two layers of S1 and S2 to FILE")
-    parser.add_argument("--markdown", action="store_true", help="print the forty rows as a table for the docs")
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Four tables."""
     orders, ratios, idle = order_figures(), ratio_figures(), idle_figures()
     print("Orders at one policy (T4, 36 x 14, padded, 128 new tokens), one link rate: tokens/s, s/step")
     for name, (rate, seconds) in orders.items():
@@ -102,7 +95,7 @@ def main() -> None:
         print(f"  {rho:6.3f} {middle:5.0%} {worst:5.0%}  {name}")
     if args.plot:
         draw(args.plot)
-    print(json.dumps(as_json(orders, ratios, idle, result, agreement)))
+    return as_json(orders, ratios, idle, result, agreement)
 
 
 def order_figures() -> dict[str, tuple[float, float]]:
@@ -205,7 +198,6 @@ def as_json(
 ) -> dict[str, Any]:
     """What the last line says."""
     return {
-        "benchmark": "ablation",
         "orders_tokens_per_s": {name: rate for name, (rate, _) in orders.items()},
         "s1_over_s4": {"measured": MEASURED["S1"] / MEASURED["S4"], **ratios},
         "idle_removed": {item.policy: item.removed for item in idle},
@@ -222,7 +214,3 @@ def as_json(
         "rank_correlation": {name: rho for name, (rho, _, _) in agreement.items()},
         "median_error": {name: middle for name, (_, middle, _) in agreement.items()},
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,15 @@
 """Jobs on clusters of 1 to 4,096 nodes on the virtual clock: efficiency, the driver's share, and the sizes of leases.
 
-    python benchmarks/scale.py [--quick] [--plot docs/guides/ray.png]
-
-The driver's seconds for an exchange and for a row are those that `ray_jobs.py --sections driver` measured. Tables:
+The driver's seconds for an exchange and for a row are those that the driver of `cluster.py` measured. Tables:
 
     nodes    10^6 to 10^9 rows, as many for each node, with failures and slow nodes: efficiency, and the driver's share
     leases   fast nodes that fail every hour, by `LeaseSizes.ahead_s` and by `LeaseSizes.least_s`
     sync     the interval of commits that costs least, by failures of the driver (Young's formula)
-
-Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -110,20 +105,10 @@ def plot(path: Path, result: list[dict[str, Any]]) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="to 64 nodes")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--out", type=Path, help="write the tables there too, as JSON")
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All three tables; ``quick``: to 64 nodes."""
     nodes = [1, 2, 4, 16, 64] if args.quick else [1, 2, 4, 16, 64, 256, 1024, 4096]
     result = {"nodes": by_nodes(nodes), "leases": by_leases(), "sync": by_failures()}
     if args.plot is not None:
         plot(args.plot, result["nodes"])
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    return result

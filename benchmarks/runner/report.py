@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -42,14 +43,14 @@ class Printed(io.StringIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._there = sys.stdout
+        self._terminal = sys.stdout
 
     def write(self, text: str) -> int:
-        self._there.write(text)
+        self._terminal.write(text)
         return super().write(text)
 
     def flush(self) -> None:
-        self._there.flush()
+        self._terminal.flush()
 
 
 def machine_name(threads: int, *, proc: Path = PROC) -> str:
@@ -73,13 +74,13 @@ def _core(features: dict[str, bool], cpuinfo: Path) -> str:
     return _ARM.get(entry(cpuinfo, "CPU part"), re.sub(r"[^a-z0-9]+", "-", processor_name().lower()).strip("-"))
 
 
-def write(directory: Path, command: str, printed: str, result: dict[str, Any]) -> None:
-    """``kernels_MACHINE_DATE.json`` and ``.md``."""
-    today = dt.date.today().isoformat()
-    name = f"kernels_{machine_name(result['threads'])}_{today}"
+def write(directory: Path, benchmark: str, command: str, printed: str, result: dict[str, Any]) -> None:
+    """``BENCHMARK_MACHINE_DATE.json`` and ``.md``."""
+    today, threads = dt.date.today().isoformat(), result.get("threads", os.cpu_count())
+    name = f"{benchmark}_{machine_name(threads)}_{today}"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    title = f"# Kernels on {result['machine']['processor']}, {result['threads']} threads, {today}"
+    title = f"# {benchmark} on {processor_name()}, {threads} threads, {today}"
     lines = [title, "", f"## {command}", "", "```", printed.strip(), "```", ""]
     (directory / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
     print(f"written to {directory / name}.json and .md", file=sys.stderr)

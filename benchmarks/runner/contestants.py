@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 import psutil
-from kernel_cases.threads import unbind
 
 from moelight.models.graph.profile import profile_of_directory
 from moelight.profiles.model_files import load_model_profile
+from runner.run import in_rounds
+from runner.threads import unbind
 
-GENERATORS = Path(__file__).parent / "generators"
+GENERATORS = Path(__file__).parents[1] / "generators"
 OURS, BEFORE = "moelight", "before"
 GGUF, WHOLE = ".gguf", "bf16"
 PAUSE_S = 0.2  # after a generation, other libraries' threads spin for a while
@@ -93,7 +94,7 @@ class Places:
         if model.suffix == GGUF and name.partition("-")[0] not in (OURS, BEFORE, "llamacpp"):
             return "reads no GGUF files"
         if name.startswith("llamacpp") and not (file := gguf(model, name.partition("-")[2])).exists():
-            return f"no {file.name} beside the checkpoint; gguf_files.py makes it"
+            return f"no {file.name} beside the checkpoint; quality.py --sections files makes it"
         return None
 
 
@@ -228,10 +229,10 @@ def last_words(ended: EndedError) -> str:
 
 
 def take_turns(alive: list[Contestant], work: Work, rounds: int) -> None:
-    """One generation each for every batch size, every other round backwards: drift falls on all alike."""
-    for number in range(rounds):
+    """One generation each for every batch size, in rounds."""
+    for number, order in in_rounds(alive, rounds):
         for batch in work.batches:
-            for one in alive if number % 2 == 0 else reversed(alive):
+            for one in order:
                 time.sleep(PAUSE_S)
                 rate = work.tokens(batch) / one.generate(batch)["seconds"]
                 print(f"round {number + 1}: batch {batch}: {one.name}: {rate:.1f} tok/s", file=sys.stderr)

@@ -1,60 +1,41 @@
 """Resident memory under ``--host-memory``: what a run of the command line really takes, beside what it was allowed.
 
-    python benchmarks/memory.py [--model DIR] [--budgets 1GiB 768MiB least]
-
-Without --model a 0.9-billion-parameter mixtral-shaped bf16 checkpoint (1.8 GB) is made. Each budget is a fresh
-``moelight generate`` on ragged prompts; its peak is the kernel's own high-water mark (``VmHWM``), file-backed pages
-included. The bound is the budget + 5 % + the base: the peak of a process that only imports torch and the engine. The
-word ``least`` stands for the least budget that the program names when it refuses. The last line is JSON.
+Each budget is a fresh ``moelight generate`` on ragged prompts; its peak is the kernel's own high-water mark
+(``VmHWM``), file-backed pages included. The bound is the budget + 5 % + the base: the peak of a process that only
+imports torch and the engine. The word ``least`` stands for the least budget that the program names when it refuses.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from make_checkpoint import make_shape
+from runner.limits import measure_base
 
 from moelight.core.units import MiB, parse_bytes
+from pipeline_sections.setting import Setting
 
-_BASE = """
-import torch, moelight.engine.engine
-from moelight.runtime.measure import peak_rss_bytes
-torch.ones(8, 8) @ torch.ones(8, 8)
-print(peak_rss_bytes())
-"""
 _WORDS = ("the", "a", "of", "to", "and", "in", "is", "it", "that", "was", "for", "on", "are", "as", "with", "his")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--budgets", nargs="+", default=["1GiB", "768MiB", "least"])
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--longest", type=int, default=160, help="words in the longest prompt")
-    parser.add_argument("--max-tokens", type=int, default=8)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        if args.model is None:
-            args.model = make_shape("mixtral-0p9b", directory)
-        prompts = write_prompts(directory / "prompts.jsonl", args.prompts, args.longest)
-        base_bytes = measure_base()
-        rows = [measure(args.model, prompts, budget, args.max_tokens, base_bytes) for budget in args.budgets]
+def run(setting: Setting) -> dict[str, Any]:
+    """The first resident model under every budget."""
+    model, options, base_bytes = setting.models[0], setting.options, measure_base()
+    prompts = setting.scratch / "prompts.jsonl"
+    write_prompts(prompts, options["budget_prompts"], options["budget_longest"])
+    rows = [measure(model, prompts, budget, options["budget_new"], base_bytes) for budget in options["budgets"]]
     print(f"base (torch and the engine imported): {base_bytes / MiB:.0f} MiB")
     print(f"{'budget MiB':>12}{'peak':>9}{'bound':>9}{'of bound':>10}{'passes':>8}{'disk GiB':>10}")
     for row in rows:
         figures = (row["budget_bytes"] / MiB, row["peak_rss_bytes"] / MiB, row["bound_bytes"] / MiB)
         disk = row["disk_bytes"] / 2**30
         print("{:>12.0f}{:>9.0f}{:>9.0f}".format(*figures) + f"{row['share']:>10.0%}{row['passes']:>8}{disk:>10.1f}")
-    print(json.dumps({"benchmark": "memory", "model": args.model.name, "base_bytes": base_bytes, "budgets": rows}))
+    return {"model": model.name, "base_bytes": base_bytes, "budgets": rows}
 
 
 def measure(model: Path, prompts: Path, budget: str, max_tokens: int, base_bytes: int) -> dict[str, Any]:
@@ -87,18 +68,11 @@ def least_budget(model: Path, prompts: Path, max_tokens: int) -> str:
     return named.group(1)
 
 
-def measure_base() -> int:
-    """Peak bytes of a process that imports torch and the engine and multiplies two small matrices."""
-    done = subprocess.run([sys.executable, "-c", _BASE], check=True, stdout=subprocess.PIPE, text=True)
-    return int(done.stdout)
-
-
-def write_prompts(path: Path, count: int, longest: int) -> Path:
+def write_prompts(path: Path, count: int, longest: int) -> None:
     """``count`` prompts of 1 to ``longest`` words each, the same ones every time."""
     rng = random.Random(0)
     lengths = [rng.randint(1, longest) for _ in range(count)]
     path.write_text("".join(json.dumps({"prompt": " ".join(rng.choices(_WORDS, k=n))}) + "\n" for n in lengths))
-    return path
 
 
 def _generate(model: Path, prompts: Path, budget: str, max_tokens: int, *more: str) -> subprocess.CompletedProcess[str]:
@@ -106,7 +80,3 @@ def _generate(model: Path, prompts: Path, budget: str, max_tokens: int, *more: s
     command += ["-o", str(prompts.with_suffix(".out.jsonl")), "--device", "cpu", "--host-memory", budget, "--restart"]
     command += ["--max-tokens", str(max_tokens), *more]
     return subprocess.run(command, check=False, capture_output=True, text=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,12 @@
 """moelight and llama.cpp on the same GGUF file: how many greedy tokens are equal.
 
-    python benchmarks/gguf_tokens.py --llamacpp DIR --llamacpp-source DIR [--models DIR ...] [--kinds Q8_0 Q4_K_M]
-        [--dtypes bfloat16 float32] [--activations auto int8] [--prompts 32] [--prompt-len 64] [--new-tokens 64]
-        [--scratch DIR]
-
 Without --models: the bundled model and ``models/many``, both trained, with zeros around their matrices so that their
 rows are whole blocks of 256 numbers (which changes no logit), and a random ``mixtral-0p9b``. llama.cpp rounds
 activations to 8 bits for its products, moelight does with ``int8`` activations alone, and tokens differ where two are
 about as likely.
 ``positions`` is the share of positions of moelight's continuations at which llama.cpp, given the same tokens before,
 chooses the same one; ``free`` the share of equal tokens where each goes on by itself, ``whole`` the prompts whose
-every token is equal. Trained models go on behind rows of problems and answers, random ones behind random ids. The last
-line is JSON.
+every token is equal. Trained models go on behind rows of problems and answers, random ones behind random ids.
 """
 
 from __future__ import annotations
@@ -21,22 +16,19 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from contestants import random_work
 from experts_sections.padded import pad_to_blocks
-from gguf_files import LlamaCpp, add_llamacpp, llamacpp_of
 from make_checkpoint import make_shape
+from runner.contestants import random_work
+from runner.forms import LlamaCpp, llamacpp_of
 
 from moelight import Engine, Policy, SamplingParams
-from moelight.core.policy import ACTIVATIONS, Shares
+from moelight.core.policy import Shares
 from moelight.engine.tokenizer import Tokenizer
-from moelight.runtime.measure import processor_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRAINED = {"demo": ROOT / "moelight" / "demo", "many": ROOT / "benchmarks" / "models" / "many"}
 RANDOM = "mixtral-0p9b"
 PROBLEMS = ROOT / "tests" / "demo" / "heldout.jsonl"
@@ -44,31 +36,13 @@ BAR = 0.95
 _BLOCK = 32  # tokens of the cache that a sequence may leave unused
 
 
-def main() -> None:
-    args = _arguments()
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """A row of each file and of what moelight computes in."""
     llamacpp = llamacpp_of(args)
-    with tempfile.TemporaryDirectory(dir=args.scratch) as temporary:
-        position = args.scratch or Path(temporary)
-        models = args.models or [*_trained(position), make_shape(RANDOM, position)]
-        files = [(model, kind) for model in models for kind in args.kinds]
-        forms = [(dtype, activations) for dtype in args.dtypes for activations in args.activations]
-        rows = [_compare(args, llamacpp, *file, *form, Path(temporary)) for file in files for form in forms]
-    print(json.dumps({"benchmark": "gguf_tokens", "cpu": processor_name(), "rows": rows}))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, nargs="+")
-    parser.add_argument("--kinds", nargs="+", default=["Q8_0", "Q4_K_M"])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="what moelight computes in")
-    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--prompt-len", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--scratch", type=Path, help="a directory where files stay that were made")
-    add_llamacpp(parser)
-    return parser.parse_args()
+    models = args.models or [*_trained(args.scratch), make_shape(RANDOM, args.scratch)]
+    files = [(model, kind) for model in models for kind in args.kinds]
+    forms = [(dtype, activations) for dtype in args.dtypes for activations in args.activations]
+    return {"rows": [_compare(args, llamacpp, *file, *form, args.temporary) for file in files for form in forms]}
 
 
 def _trained(position: Path) -> list[Path]:
@@ -127,7 +101,7 @@ def _equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
 def _theirs(args: argparse.Namespace, llamacpp: LlamaCpp, task: dict[str, Any], position: Path) -> dict[str, Any]:
     told = position / "task.json"
     told.write_text(json.dumps({**task, "threads": args.threads}), encoding="utf-8")
-    script = Path(__file__).parent / "peers" / "llamacpp_tokens.py"
+    script = Path(__file__).parents[1] / "peers" / "llamacpp_tokens.py"
     command = [sys.executable, script, llamacpp.source, llamacpp.programs, told]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -151,7 +125,3 @@ def _prompts(args: argparse.Namespace, model: Path) -> list[list[int]]:
             ids = [*tokenizer.encode(solved["prompt"] + solved["answer"] + "\n"), *ids]
         result.append(ids[-args.prompt_len :])
     return result
-
-
-if __name__ == "__main__":
-    main()

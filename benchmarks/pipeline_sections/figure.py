@@ -1,21 +1,11 @@
-"""Draw docs/throughput.png, the README's figure, from a kept run of ``pipeline.py --sections disk``.
-
-python benchmarks/readme_figure.py [RESULTS.json]
-"""
+"""The README's figure, docs/throughput.png, from the JSON of a run of ``pipeline.py --sections disk``."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
-
-HERE = Path(__file__).resolve().parent
-KEPT = HERE / "results" / "pipeline_zen5-avx512bf16-2threads_2026-11-21.json"
+FIGURE = Path(__file__).resolve().parents[2] / "docs" / "throughput.png"
 LABELS = {
     "moelight": "moelight",
     "accelerate-grouped_mm": "accelerate\n(disk offload)",
@@ -23,15 +13,19 @@ LABELS = {
 }
 
 
-def main(results: Path = KEPT) -> None:
+def draw(results: Path, to: Path = FIGURE) -> None:
     """Draw each contestant at its fastest batch size; accelerate's memory was not limited (see the results)."""
-    runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
+    from matplotlib.figure import Figure
+
+    stored = json.loads(results.read_text(encoding="utf-8"))
+    runs = stored.get("runs", [stored])
     disk = next(run["disk"] for run in runs if run.get("disk", {}).get("peers"))
     speeds = {"moelight": max(run["tokens_per_s"] for run in disk["ours"])}
     for run in disk["peers"]:
         name = run["peer"]
         speeds[name] = max(speeds.get(name, 0.0), run["tokens_per_s"])
-    figure, axes = plt.subplots(figsize=(7.2, 2.0), layout="constrained")
+    figure = Figure(figsize=(7.2, 2.0), layout="constrained")
+    axes = figure.subplots()
     names = [name for name in LABELS if name in speeds][::-1]
     bars = axes.barh(
         [LABELS[name] for name in names],
@@ -45,8 +39,4 @@ def main(results: Path = KEPT) -> None:
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    figure.savefig(HERE.parent / "docs" / "throughput.png", dpi=160)
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    figure.savefig(to, dpi=160)

@@ -1,9 +1,8 @@
-"""Checkpoints as GGUF files of llama.cpp's own making: its converter, then ``llama-quantize``.
+"""A checkpoint in other forms: as a GGUF file of llama.cpp's own making, by its converter and then ``llama-quantize``,
+or with rounded experts, by ``moelight convert``.
 
-    python benchmarks/gguf_files.py MODEL ... --llamacpp DIR --llamacpp-source DIR [--kinds Q8_0 Q4_K_M]
-
-Files lie beside the checkpoint, under its name and their type (``MODEL-bf16.gguf``, ``MODEL-Q4_K_M.gguf``), and are
-made once.
+GGUF files lie beside the checkpoint, under its name and their type (``MODEL-bf16.gguf``, ``MODEL-Q4_K_M.gguf``), and
+are made once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from contestants import WHOLE, gguf
+from runner.contestants import WHOLE, gguf
 
 BINDING_VENDOR = "vendor/llama.cpp"  # of the source of llama-cpp-python
 
@@ -34,7 +33,7 @@ class LlamaCpp:
         if out.exists():
             return out
         if kind == WHOLE:
-            script = Path(__file__).parent / "peers" / "to_gguf.py"
+            script = Path(__file__).parents[1] / "peers" / "to_gguf.py"
             subprocess.run(
                 [self.python, script, self.source / BINDING_VENDOR, model, out], check=True, stdout=sys.stderr
             )
@@ -45,15 +44,13 @@ class LlamaCpp:
         return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+")
-    parser.add_argument("--kinds", nargs="+", default=["Q8_0", "Q4_K_M"])
-    add_llamacpp(parser)
-    args = parser.parse_args()
-    for model in args.models:
-        for kind in args.kinds:
-            print(llamacpp_of(args).gguf(model, kind))
+def converted(model: Path, kind: str, directory: Path, *, group_size: int | None = None) -> Path:
+    """The checkpoint with experts of ``kind``, by ``moelight convert``, in ``directory``: made unless it is there."""
+    out = directory / (f"{model.name}-{kind}" + ("" if group_size is None else f"-g{group_size}"))
+    command = [sys.executable, "-m", "moelight.cli.main", "convert", str(model), str(out), "--experts", kind]
+    command += [] if group_size is None else ["--group-size", str(group_size)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return out
 
 
 def add_llamacpp(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +62,3 @@ def add_llamacpp(parser: argparse.ArgumentParser) -> None:
 
 def llamacpp_of(args: argparse.Namespace) -> LlamaCpp:
     return LlamaCpp(programs=args.llamacpp, source=args.llamacpp_source, python=args.hf_python)
-
-
-if __name__ == "__main__":
-    main()

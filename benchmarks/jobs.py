@@ -1,0 +1,50 @@
+"""Jobs: long ones on one machine, on a Ray cluster in this machine, and on simulated clusters.
+
+    python benchmarks/jobs.py [--sections long cluster scale] [--rows 100000] [--model demo] [--scratch DIR]
+
+    long      a job of many short prompts: memory, the journal's share, the engine alone, how soon a killed one goes on
+    cluster   Ray in this machine: what the driver bears (--driver-rows 1000000), two and three engines beside one, and
+              the simulation beside a measured run (--cluster driver throughput simulator)
+    scale     clusters of 1 to 4,096 nodes on the virtual clock (--quick: to 64; --plot docs/guides/ray.png)
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
+
+from jobs_sections import cluster, long, scale
+from runner.run import add_sections, run, run_sections
+
+SECTIONS = {"long": long.run, "cluster": cluster.run, "scale": scale.run}
+
+
+def main() -> None:
+    run("jobs", __doc__, _options, _measure, rounds=3)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    return run_sections(SECTIONS, args.sections, args)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add_sections(parser, SECTIONS)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rows", type=int, default=100_000, help="of the long job")
+    parser.add_argument("--max-tokens", type=int, default=8, help="of each of its rows")
+    parser.add_argument("--cluster", nargs="+", choices=cluster.PARTS, default=cluster.PARTS)
+    parser.add_argument("--driver-rows", type=int, default=1_000_000)
+    parser.add_argument("--mixed-rows", type=int, default=5000, help="of the cluster's throughput")
+    parser.add_argument("--engines", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--quick", action="store_true", help="simulate at most 64 nodes")
+    parser.add_argument("--plot", type=Path, help="draw the simulated clusters to this file")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The sections of `planner.py`, and the runs of `hrm_error.py`."""
