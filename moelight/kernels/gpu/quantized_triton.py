@@ -418,7 +418,7 @@ def two_bytes_at(blocks, row, k, at, row_bytes, FORM: tl.constexpr):
 
 
 @triton.jit
-def values_of(words):
+def word_values(words):
     """Signed bytes of words [n, N], float32 [4 n, N]."""
     byte = repeat_rows(words, 4) >> (tl.arange(0, words.shape[0] * 4) % 4 * 8)[:, None]
     return whole((byte & 255) ^ 128) - 128.0
@@ -427,13 +427,13 @@ def values_of(words):
 @triton.jit
 def eights_at(words, index, fours):
     """The values of points of eight, of which ``index`` is that of each four inputs, [4 n, N]."""
-    return values_of(tl.load(words + index * 2 + (fours // 4 % 2)[:, None]))
+    return word_values(tl.load(words + index * 2 + (fours // 4 % 2)[:, None]))
 
 
 @triton.jit
 def fours_at(words, index):
     """The values of points of four, [4 n, N]."""
-    return values_of(tl.load(words + index))
+    return word_values(tl.load(words + index))
 
 
 @triton.jit
@@ -514,7 +514,7 @@ def iq3_s(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
 
 
 @triton.jit
-def moved(values, lower):
+def shifted(values, lower):
     """values [K, N], an eighth lower where ``lower`` [some rows, N] is not 0, and an eighth higher elsewhere."""
     shift = tl.where(lower != 0, -0.125, 0.125)
     return values + repeat_rows(shift, values.shape[0] // lower.shape[0])
@@ -528,7 +528,7 @@ def iq1_s(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
     index = byte_at(blocks, row, fours, n // 8 + 2, row_bytes, FORM) | ((high & 7) << 8)
     packed = byte_at(blocks, row, g, at + 1, row_bytes, FORM)
     scale = block_half(blocks, row, g, row_bytes, 0, FORM) * (whole((packed >> 4) & 7) * 2.0 + 1.0)
-    return repeat_rows(scale, 32) * moved(eights_at(words, index, fours), packed & 128)
+    return repeat_rows(scale, 32) * shifted(eights_at(words, index, fours), packed & 128)
 
 
 @triton.jit
@@ -545,7 +545,7 @@ def iq1_m(blocks, words, row, fours, eights, g, row_bytes, FORM: tl.constexpr):
     half |= (byte_at(blocks, row, g, g * 0 + 53, row_bytes, FORM) >> 4) << 8
     half |= (byte_at(blocks, row, g, g * 0 + 55, row_bytes, FORM) & 0xF0) << 8
     scale = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (whole(packed & 7) * 2.0 + 1.0)
-    return repeat_rows(scale, 16) * moved(eights_at(words, index, fours), lower)
+    return repeat_rows(scale, 16) * shifted(eights_at(words, index, fours), lower)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
