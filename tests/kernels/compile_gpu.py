@@ -53,7 +53,7 @@ QUANTISED = ("packed int4", "packed int4 short", "fp8 blocks", "int8 groups", "m
 # And with rows rounded to int8: every kind, sums of either sort, groups of 32 to 256.
 INTEGERS = ("packed int4", "packed int8", "gptq int4 in order", "awq rows", "mxfp4", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
 QUANTISED += ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "IQ4_NL", "MXFP4")
-QUANTISED += ("TQ1_0", "TQ2_0", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
+QUANTISED += ("TQ1_0", "IQ2_XXS", "IQ3_S", "IQ1_M")
 
 
 def experts(dtype: torch.dtype) -> PageTable:
