@@ -71,13 +71,25 @@ inline uint32_t even_signs(uint32_t bits) {
   return seven | static_cast<uint32_t>(__builtin_parity(seven)) << 7;
 }
 
-// step times the values of a point, negative where a bit of `signs` is set.
-template <size_t kWidth>
-inline void signed_point(const std::array<int8_t, kWidth>& point, uint32_t signs, float step, float* to) {
-  for (size_t i = 0; i < kWidth; ++i) {
-    const uint32_t sign = signs << (31 - i) & 0x80000000;
-    to[i] = from_bits(to_bits(step * static_cast<float>(point[i])) ^ sign);
+// Eight values of a block: the step times what a point has and `shift`, negative where a bit of `signs` is set.
+struct Eight {
+  std::array<int8_t, 8> point;
+  uint32_t signs;
+  float step, shift;
+};
+
+inline void values_of(const Eight& from, float* to) {
+  for (size_t i = 0; i < 8; ++i) {
+    const float value = from.step * (static_cast<float>(from.point[i]) + from.shift);
+    to[i] = from_bits(to_bits(value) ^ (from.signs << (31 - i) & 0x80000000));
   }
+}
+
+// Two points of four.
+inline std::array<int8_t, 8> joined(const std::array<int8_t, 4>& first, const std::array<int8_t, 4>& second) {
+  std::array<int8_t, 8> both;
+  std::memcpy(both.data(), first.data(), 4), std::memcpy(both.data() + 4, second.data(), 4);
+  return both;
 }
 
 }  // namespace

@@ -419,98 +419,89 @@ struct Tq2_0 : Blocks<Tq2_0> {
   }
 };
 
+// Blocks whose codes are indices of a codebook: eight(block, scale, i) has the values from 8 i on.
+template <class Format>
+struct PointBlocks : Blocks<Format> {
+  static float scale_of(const uint8_t* p) { return half_at(p); }
+  static void decode(const uint8_t* p, float* to) {
+    const float scale = Format::scale_of(p);
+    for (int i = 0; i < 32; ++i) values_of(Format::eight(p, scale, i), to + 8 * i);
+  }
+};
+
 // Of each part of 32 values four indices, four fields of signs and a scale.
-struct Iq2Xxs : Blocks<Iq2Xxs> {
+struct Iq2Xxs : PointBlocks<Iq2Xxs> {
   static constexpr FormatTraits kTraits = block_traits("IQ2_XXS", 256, 66);
-  static void decode(const uint8_t* p, float* to) {
-    const float scale = half_at(p);
-    for (int i = 0; i < 32; ++i) {
-      const uint8_t* const part = p + 2 + i / 4 * 8;
-      const uint32_t packed = word_at(part, 1);
-      const float step = scale * (static_cast<float>(packed >> 28) + 0.5f) * 0.25f;
-      signed_point(codebooks::kIq2Xxs[part[i % 4]], even_signs(packed >> (i % 4 * 7)), step, to + 8 * i);
-    }
+  static Eight eight(const uint8_t* p, float scale, int i) {
+    const uint8_t* const part = p + 2 + i / 4 * 8;
+    const uint32_t packed = word_at(part, 1);
+    const float step = scale * (static_cast<float>(packed >> 28) + 0.5f) * 0.25f;
+    return {codebooks::kIq2Xxs[part[i % 4]], even_signs(packed >> (i % 4 * 7)), step, 0.0f};
   }
 };
 
-struct Iq2Xs : Blocks<Iq2Xs> {
+struct Iq2Xs : PointBlocks<Iq2Xs> {
   static constexpr FormatTraits kTraits = block_traits("IQ2_XS", 256, 74);
-  static void decode(const uint8_t* p, float* to) {
-    const float scale = half_at(p);
-    for (int i = 0; i < 32; ++i) {
-      const float step = scale * (static_cast<float>(piece(p + 66, 1, 4, i / 2)) + 0.5f) * 0.25f;
-      const uint32_t code = p[2 + 2 * i] | p[3 + 2 * i] << 8;
-      signed_point(codebooks::kIq2Xs[code & 511], even_signs(code >> 9), step, to + 8 * i);
-    }
+  static Eight eight(const uint8_t* p, float scale, int i) {
+    const float step = scale * (static_cast<float>(piece(p + 66, 1, 4, i / 2)) + 0.5f) * 0.25f;
+    const uint32_t code = p[2 + 2 * i] | p[3 + 2 * i] << 8;
+    return {codebooks::kIq2Xs[code & 511], even_signs(code >> 9), step, 0.0f};
   }
 };
 
-struct Iq2S : Blocks<Iq2S> {
+struct Iq2S : PointBlocks<Iq2S> {
   static constexpr FormatTraits kTraits = block_traits("IQ2_S", 256, 82);
-  static void decode(const uint8_t* p, float* to) {
-    const float scale = half_at(p);
-    for (int i = 0; i < 32; ++i) {
-      const float step = scale * (static_cast<float>(piece(p + 74, 1, 4, i / 2)) + 0.5f) * 0.25f;
-      signed_point(codebooks::kIq2S[p[2 + i] | piece(p + 66, 1, 2, i) << 8], p[34 + i], step, to + 8 * i);
-    }
+  static Eight eight(const uint8_t* p, float scale, int i) {
+    const float step = scale * (static_cast<float>(piece(p + 74, 1, 4, i / 2)) + 0.5f) * 0.25f;
+    return {codebooks::kIq2S[p[2 + i] | piece(p + 66, 1, 2, i) << 8], p[34 + i], step, 0.0f};
   }
 };
 
-struct Iq3Xxs : Blocks<Iq3Xxs> {
+struct Iq3Xxs : PointBlocks<Iq3Xxs> {
   static constexpr FormatTraits kTraits = block_traits("IQ3_XXS", 256, 98);
-  static void decode(const uint8_t* p, float* to) {
-    const float scale = half_at(p);
-    for (int i = 0; i < 64; ++i) {
-      const uint32_t packed = word_at(p + 66, i / 8);
-      const float step = scale * (static_cast<float>(packed >> 28) + 0.5f) * 0.5f;
-      const uint32_t signs = even_signs(packed >> (i / 2 % 4 * 7)) >> (i % 2 * 4);
-      signed_point(codebooks::kIq3Xxs[p[2 + i]], signs, step, to + 4 * i);
-    }
+  static Eight eight(const uint8_t* p, float scale, int i) {
+    const uint32_t packed = word_at(p + 66, i / 4);
+    const float step = scale * (static_cast<float>(packed >> 28) + 0.5f) * 0.5f;
+    const auto point = joined(codebooks::kIq3Xxs[p[2 + 2 * i]], codebooks::kIq3Xxs[p[3 + 2 * i]]);
+    return {point, even_signs(packed >> (i % 4 * 7)), step, 0.0f};
   }
 };
 
-struct Iq3S : Blocks<Iq3S> {
+struct Iq3S : PointBlocks<Iq3S> {
   static constexpr FormatTraits kTraits = block_traits("IQ3_S", 256, 110);
-  static void decode(const uint8_t* p, float* to) {
-    const float scale = half_at(p);
-    for (int i = 0; i < 64; ++i) {
-      const float step = scale * (static_cast<float>(piece(p + 106, 1, 4, i / 8)) * 2.0f + 1.0f);
-      const uint32_t index = p[2 + i] | piece(p + 66, 1, 1, i) << 8;
-      signed_point(codebooks::kIq3S[index], p[74 + i / 2] >> (i % 2 * 4), step, to + 4 * i);
-    }
+  static Eight eight(const uint8_t* p, float scale, int i) {
+    const float step = scale * (static_cast<float>(piece(p + 106, 1, 4, i / 4)) * 2.0f + 1.0f);
+    const auto point = [&](int code) -> const std::array<int8_t, 4>& {
+      return codebooks::kIq3S[p[2 + code] | piece(p + 66, 1, 1, code) << 8];
+    };
+    return {joined(point(2 * i), point(2 * i + 1)), p[74 + i], step, 0.0f};
   }
 };
 
 // Values of points are moved by an eighth, downwards or upwards.
-inline void moved_point(const std::array<int8_t, 8>& point, bool lower, float step, float* to) {
-  for (size_t i = 0; i < 8; ++i) to[i] = step * (static_cast<float>(point[i]) + (lower ? -0.125f : 0.125f));
-}
+inline float shift_of(bool lower) { return lower ? -0.125f : 0.125f; }
 
-struct Iq1S : Blocks<Iq1S> {
+struct Iq1S : PointBlocks<Iq1S> {
   static constexpr FormatTraits kTraits = block_traits("IQ1_S", 256, 50);
-  static void decode(const uint8_t* p, float* to) {
-    const float scale = half_at(p);
-    for (int i = 0; i < 32; ++i) {
-      const uint32_t packed = p[34 + i / 4 * 2] | p[35 + i / 4 * 2] << 8;
-      const float step = scale * static_cast<float>(2 * (packed >> 12 & 7) + 1);
-      const uint32_t index = p[2 + i] | (packed >> (i % 4 * 3) & 7) << 8;
-      moved_point(codebooks::kIq1[index], packed >> 15 != 0, step, to + 8 * i);
-    }
+  static Eight eight(const uint8_t* p, float scale, int i) {
+    const uint32_t packed = p[34 + i / 4 * 2] | p[35 + i / 4 * 2] << 8;
+    const float step = scale * static_cast<float>(2 * (packed >> 12 & 7) + 1);
+    return {codebooks::kIq1[p[2 + i] | (packed >> (i % 4 * 3) & 7) << 8], 0, step, shift_of(packed >> 15 != 0)};
   }
 };
 
-struct Iq1M : Blocks<Iq1M> {
+struct Iq1M : PointBlocks<Iq1M> {
   static constexpr FormatTraits kTraits = block_traits("IQ1_M", 256, 56);
-  static void decode(const uint8_t* p, float* to) {
-    // Four bits of the scale are in every other byte.
+  // Four bits of the scale are in every other byte.
+  static float scale_of(const uint8_t* p) {
     const uint8_t half[2] = {static_cast<uint8_t>(p[49] >> 4 | (p[51] & 0xf0)),
                              static_cast<uint8_t>(p[53] >> 4 | (p[55] & 0xf0))};
-    const float scale = half_at(half);
-    for (int i = 0; i < 32; ++i) {
-      const uint32_t packed = p[48 + i / 8 * 2] | p[49 + i / 8 * 2] << 8, code = piece(p + 32, 1, 4, i);
-      const float step = scale * static_cast<float>(2 * (packed >> (i / 2 % 4 * 3) & 7) + 1);
-      moved_point(codebooks::kIq1[p[i] | (code & 7) << 8], (code & 8) != 0, step, to + 8 * i);
-    }
+    return half_at(half);
+  }
+  static Eight eight(const uint8_t* p, float scale, int i) {
+    const uint32_t packed = p[48 + i / 8 * 2] | p[49 + i / 8 * 2] << 8, code = piece(p + 32, 1, 4, i);
+    const float step = scale * static_cast<float>(2 * (packed >> (i / 2 % 4 * 3) & 7) + 1);
+    return {codebooks::kIq1[p[i] | (code & 7) << 8], 0, step, shift_of((code & 8) != 0)};
   }
 };
 
@@ -572,6 +563,9 @@ inline LineDecoder line_decoder(const Quantized& q) {
 // Scales lie within blocks.
 template <class Format>
 constexpr bool kInBlocks = Format::kTraits.scales == Scales::kInBlocks;
+// Codes are indices of a codebook.
+template <class Format>
+constexpr bool kHasPoints = requires(const uint8_t* block) { Format::eight(block, 0.0f, 0); };
 // Parts of a block have steps of their own.
 template <class Format>
 constexpr bool kParted = requires(const uint8_t* block) { Format::parts(block); };

@@ -100,6 +100,15 @@ inline Sixteen sixteen_of(const Affine& by) {
   return {rounded_to_pairs(Wide::number(low, by)), rounded_to_pairs(Wide::number(high, by))};
 }
 
+inline bool is_finite(float x) { return (to_bits(x) & 0x7f800000) != 0x7f800000; }
+
+// Asks memory for what lies `lead` bytes after the codes of a part of a row.
+inline void fetch_part(const Quantized& q, const uint8_t* line, int64_t first, int64_t size, int64_t lead) {
+  const int64_t ahead = q.row_bytes * first / q.columns + lead;
+  for (int64_t i = 0; lead != 0 && i < q.row_bytes * size / q.columns; i += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(line) + ahead + i, _MM_HINT_T1);
+}
+
 // A part of a row in whole steps. False, with nothing written to be read, where a number may be none.
 template <class Format>
 bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, float* to) {
@@ -107,9 +116,7 @@ bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, i
   const Wide format(q, row);
   const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12,
                                          14, 1, 3, 5, 7, 9, 11, 13, 15);
-  const int64_t ahead = q.row_bytes * first / q.columns + lead;
-  for (int64_t i = 0; lead != 0 && i < q.row_bytes * size / q.columns; i += 64)
-    _mm_prefetch(reinterpret_cast<const char*>(format.line) + ahead + i, _MM_HINT_T1);
+  fetch_part(q, format.line, first, size, lead);
   Affine block[16];
   for (int64_t k = first, end = first + size; k < end;) {
     const int64_t stop = std::min(end, format.stop(k));
@@ -120,8 +127,7 @@ bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, i
     } else {
       by[0] = by[1] = format.affine(k);
     }
-    const auto finite = [](float x) { return (to_bits(x) & 0x7f800000) != 0x7f800000; };
-    if (!finite(by[0].times) || !finite(by[0].less) || !finite(by[1].times)) return false;
+    if (!is_finite(by[0].times) || !is_finite(by[0].less) || !is_finite(by[1].times)) return false;
     Sixteen table;
     if constexpr (Wide::kTable) table = sixteen_of<Format>(by[0]);
     for (; k < stop; k += 32, to += 32) {
@@ -141,6 +147,37 @@ bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, i
         store(even, to + 16 * half), store(odd, to + 16 * half + 8);
       }
     }
+  }
+  return true;
+}
+
+// The same of blocks of points.
+template <class Format>
+  requires kHasPoints<Format>
+bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, float* to) {
+  const __m256i signs = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+  const __m256i sign = _mm256_set1_epi32(static_cast<int>(0x80000000));
+  fetch_part(q, q.codes + row * q.row_bytes, first, size, lead);
+  float scale = 0.0f;
+  for (int64_t k = first; k < first + size; k += 16, to += 16) {
+    const uint8_t* const p = Format::block_of(q, row, k);
+    if (k == first || k % 256 == 0) scale = Format::scale_of(p);
+    if (!is_finite(scale)) return false;
+    __m256 values[2];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const Eight from = Format::eight(p, scale, static_cast<int>(k % 256 / 8) + half);
+      const __m128i point = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from.point.data()));
+      const __m256 shifted = _mm256_add_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(point)), _mm256_set1_ps(from.shift));
+      const __m256i turned = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(from.signs)), signs);
+      values[half] = rounded_to_pairs(_mm256_xor_ps(_mm256_mul_ps(_mm256_set1_ps(from.step), shifted),
+                                                    _mm256_castsi256_ps(_mm256_and_si256(turned, sign))));
+    }
+    const auto store = [](__m256 lanes, float* out) {  // two numbers of the first eight, two of the second, and again
+      _mm256_store_ps(out, _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(lanes), 0xd8)));
+    };
+    store(_mm256_shuffle_ps(values[0], values[1], 0x88), to);
+    store(_mm256_shuffle_ps(values[0], values[1], 0xdd), to + 8);
   }
   return true;
 }
@@ -177,7 +214,7 @@ inline Unpack unpack_wide_of(const Quantized& like) {
   const bool even = like.groups == 1 || like.group % kUnpackStep == 0;
   return with_format(like, [&](auto format) -> Unpack {
     using Format = decltype(format);
-    if constexpr (kHasCodes<Format>)
+    if constexpr (kHasCodes<Format> || kHasPoints<Format>)
       if (kInBlocks<Format> || even) return unpack_wide<Format>;
     return unpack_any;
   });
