@@ -33,8 +33,7 @@ from moelight.formats.mxfp4 import mxfp4
 from moelight.formats.packed import PackedFormat
 from moelight.kernels.gpu import tiles
 from moelight.kernels.gpu.grouped import expert_ffn
-from moelight.kernels.gpu.pages import ExpertTable, PageTable
-from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.gpu.serving import card_lacks_bfloat16, expert_kernel, serves_integers
 from moelight.runtime.machine import find_machine
 
@@ -87,11 +86,11 @@ def tables(
     shapes = ((2 * width, hidden), (hidden, width))
     if form == "16 bits":
         return [
-            PageTable.of(*([torch.randn(shape, device=device).to(dtype) for _ in range(experts)] for shape in shapes))
+            ExpertTable.of(*([torch.randn(shape, device=device).to(dtype) for _ in range(experts)] for shape in shapes))
             for _ in range(copies)
         ]
     return [
-        QuantizedTable.of(
+        ExpertTable.of(
             *([matrix(FORMATS[form], *shape, device) for _ in range(experts)] for shape in shapes),
             activations=activations,
         )

@@ -27,7 +27,7 @@ from moelight.optimizer.fixed_values import check_dtype
 from moelight.optimizer.optimize import best_plan, capacities
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import SEARCHED_SCHEDULES, Fixed, Problem
-from moelight.optimizer.runnable import activation_faults, cache_faults, policy_faults
+from moelight.optimizer.runnable import activation_faults, cache_faults, expert_faults, policy_faults
 from moelight.paging.arena import PinningError, locks_in_place
 from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
 from moelight.profiles.model import ModelProfile
@@ -341,7 +341,7 @@ def resolve(policy: Policy, model: ModelProfile, *, discrete: bool, device: torc
         )
     if policy.weights.device and not discrete:
         raise ConfigError("weights: a share on 'device' needs a GPU")
-    faults = (*policy_faults(policy), *cache_faults(policy, model), *activation_faults(policy, model))
+    faults = (*policy_faults(policy), *cache_faults(policy, model), *expert_faults(policy, model))
     for fault in (*faults, *_missing(policy, device)):
         raise ConfigError(f"this policy cannot be run: {fault}")
     if policy.kv_tokens:

@@ -101,9 +101,15 @@ class Format(ABC):
         return self.key
 
     @property
-    def unpacker(self) -> str:
-        """The name of the format's functions in the Triton programs (`kernels.gpu.unpackers`)."""
+    def unpacker(self) -> str | None:
+        """The name of the format's functions in the Triton programs (`kernels.gpu.unpackers`); None if there are none,
+        and experts in this format run on the CPU alone."""
         return self.key
+
+    @property
+    def cpu_reason(self) -> str | None:
+        """The reason why experts in this format run on the CPU alone, or None."""
+        return f"{self.name}, which no program of a GPU unpacks" if self.unpacker is None else None
 
     @property
     def is_quantised(self) -> bool:

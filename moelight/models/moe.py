@@ -20,8 +20,7 @@ from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
-from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable, PageTable
-from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
 from moelight.kernels.products import Workspace, padded_rows
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
@@ -82,17 +81,12 @@ def table_of(experts: Sequence[Expert], activations: Sequence[Activation | None]
     if not present or len(present) < len(activations):
         return None
     arguments = arguments_of(experts)
-    rounded = arguments.pop("activations")
     matrices = [weight for name in MATRICES for weight in arguments.get(name, ())]
     if any(tensor.data_ptr() % ALIGNMENT_BYTES for weight in matrices for tensor in _tensors(weight)):
         return None
-    if not any(isinstance(weight, Matrix) for weight in matrices):
-        return PageTable.of(**arguments, activation=present[0])
-    if any(isinstance(weight, Tensor) and not weight.is_contiguous() for weight in matrices):
-        return None
     if "up" in arguments and _stored_as(experts[0].gate_up) != _stored_as(experts[0].up):
         return None
-    return QuantizedTable.of(**arguments, activation=present[0], activations=rounded)
+    return ExpertTable.of(**arguments, activation=present[0])
 
 
 def _tensors(weight: Weight) -> Sequence[Tensor]:

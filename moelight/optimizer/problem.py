@@ -27,6 +27,7 @@ from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.footprint import WHOLE_EXPERTS
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.workload_model import cache_tokens, cached_sequences
+from moelight.optimizer.runnable import runs_on_cpu_alone
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 from moelight.scheduler.layout import EXPERT_PLACES
@@ -223,6 +224,8 @@ def variants(problem: Problem) -> Iterator[Candidates]:
     requested = {"schedule": problem.schedules, "weight_dtype": problem.weight_dtypes, "kv_dtype": problem.kv_dtypes}
     if problem.model.dense:
         requested["residents"] = ("auto",)  # no pass leaves a page out
+    if runs_on_cpu_alone(problem.model):
+        requested["ffn_device"] = ("cpu",)
     choices = {
         key: (str(fixed[key]),) if key in fixed else requested.get(key, words) for key, words in _CHOICES.items()
     }

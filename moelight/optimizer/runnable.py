@@ -13,7 +13,7 @@ def why_not(policy: Policy, model: ModelProfile, dtype: DType) -> tuple[str, ...
     """The reasons why the engine refuses ``policy`` for ``model``, computed in ``dtype``, a clause each; empty if the
     policy runs. Only the native decoder computes in mixed precision."""
     graph = bool(model.layers) or bool(not_computed(model))
-    faults = (*policy_faults(policy), *cache_faults(policy, model), *activation_faults(policy, model))
+    faults = (*policy_faults(policy), *cache_faults(policy, model), *expert_faults(policy, model))
     if not (graph and dtype.pages and policy.weight_dtype in ("auto", dtype.name)):
         return faults
     narrow = f"{model.model_type} runs as its module graph, which is not computed in float16 on a GPU without bfloat16"
@@ -49,6 +49,26 @@ def quantises_cache(model: ModelProfile) -> bool:
     """True if the cache of ``model`` can be int8: some layers have one, and none caches latents."""
     kinds = attention_kinds(model)
     return bool(kinds) and all(kind.spec.latent is None for kind in kinds)
+
+
+def expert_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
+    """The reasons why the experts of ``model`` are not computed as ``policy`` says, a clause each."""
+    return (*device_faults(policy, model), *activation_faults(policy, model))
+
+
+def device_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
+    """The reason why the device of ``policy`` does not compute the experts of ``model``, if there is one."""
+    if policy.ffn_device == "cpu" or not runs_on_cpu_alone(model):
+        return ()
+    assert model.stored is not None
+    return (f"ffn_device {policy.ffn_device}: the experts are {model.stored.cpu_only}; use ffn_device cpu",)
+
+
+def runs_on_cpu_alone(model: ModelProfile) -> bool:
+    """True if no GPU computes the experts of ``model``, as their format has no unpacker there. Torch unpacks dense
+    layers, and experts that it computes, on any device."""
+    by_torch = model.dense or model.experts.by_torch
+    return model.stored is not None and model.stored.cpu_only is not None and not by_torch
 
 
 def activation_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:

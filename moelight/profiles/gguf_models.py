@@ -256,7 +256,7 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
         tensor = tensors.get((part.name, part.layer))
         return None if tensor is None else (ggml_format(tensor.type), align_up(tensor.nbytes, PAGE_ALIGNMENT))
 
-    return StoredWeights.of(
+    stored = StoredWeights.of(
         name,
         name,
         [[size] * count if size else [] for size in pages],
@@ -265,3 +265,5 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
         kept_matrices(profile, kept_as),
         {kind: ggml_format(kind).int8_reason for kind in experts},
     )
+    reasons = (ggml_format(kind).cpu_reason for kind in experts)
+    return replace(stored, cpu_only=next((reason for reason in reasons if reason is not None), None))

@@ -116,7 +116,7 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], Format | None]
     name, of_experts = (", ".join(names) or profile.dtype for names in (counted.named, experts))
     stored = StoredWeights.of(name, of_experts, pages, _elements(profile), dense, matrices, reasons)
     repacked = -(-counted.repacked // max(sum(map(len, pages)), 1))
-    return replace(profile, stored=replace(stored, repacked_bytes=repacked))
+    return replace(profile, stored=replace(stored, repacked_bytes=repacked, cpu_only=counted.cpu_only))
 
 
 def kept_matrices(
@@ -156,6 +156,7 @@ def with_pages(
     weights = replace(
         weights,
         without_integers=stored.without_integers,
+        cpu_only=stored.cpu_only,
         exact=stored.exact,
         repacked_bytes=stored.repacked_bytes + transposed,
     )
@@ -168,13 +169,15 @@ def _elements(profile: ModelProfile) -> int:
 
 class _Count:
     """Bytes of the matrices of a model; ``named``: the formats met, in order; ``reasons``: why each has no integers, or
-    None; ``repacked``: bytes of all experts that are turned into packed integers."""
+    None; ``cpu_only``: why experts run on the CPU alone, or None; ``repacked``: bytes of all experts that are turned
+    into packed integers."""
 
     def __init__(self, profile: ModelProfile, format_of: Callable[[str], Format | None], where: str) -> None:
         self._profile, self._format_of, self._where = profile, format_of, where
         self._itemsize = dtype_named(profile.dtype).itemsize
         self.named: dict[str, None] = {}
         self.reasons: dict[str, str | None] = {}
+        self.cpu_only: str | None = None
         self.repacked = 0
 
     def matrix(self, module: str, rows: int, columns: int, *, paged: bool = False) -> int | None:
@@ -192,6 +195,8 @@ class _Count:
             raise ConfigError(f"{self._where}: {module}: {error}; config and weights do not fit") from None
         self.reasons[stored.name] = stored.int8_reason
         self.named[stored.name] = None
+        if paged:
+            self.cpu_only = self.cpu_only or stored.cpu_reason
         if paged and stored.repacked_format(rows, columns) is not None:
             self.repacked += size
         return size

@@ -24,6 +24,7 @@ class StoredWeights:
         memory. repacked_bytes: of an expert on average, those of matrices that are turned on a CPU, to lie by rows.
         mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
         without_integers: the reason why activations rounded to int8 multiply no matrix of the experts, or None.
+        cpu_only: the reason why experts run on the CPU alone, or None.
         exact: where they multiply some, the formats of those that meet activations as they are.
     """
 
@@ -37,6 +38,7 @@ class StoredWeights:
     repacked_bytes: int = 0
     mixed: bool = False
     without_integers: str | None = None
+    cpu_only: str | None = None
     exact: tuple[str, ...] = ()
 
     @classmethod

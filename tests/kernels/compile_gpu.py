@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,16 @@ from moelight.kernels import norm
 from moelight.kernels.gpu import (
     attention,
     attention_triton,
-    grouped,
     grouped_triton,
     integers_triton,
+    programs,
     quantized_triton,
     rows_triton,
     serving,
     tiles,
 )
 from moelight.kernels.gpu.integers import RoundedRows
-from moelight.kernels.gpu.pages import PageTable
-from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.kernels.gpu.pages import ExpertTable
 from tests.kernels.quantized import FORMATS, matrix
 
 HIDDEN, WIDTH, EXPERTS, ROWS = 256, 512, 4, 64
@@ -56,17 +56,17 @@ QUANTISED += ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "I
 QUANTISED += ("TQ1_0", "IQ2_XXS", "IQ3_S", "IQ1_M")
 
 
-def experts(dtype: torch.dtype) -> PageTable:
+def experts(dtype: torch.dtype) -> ExpertTable:
     """Pages of a layer of floats whose sizes are multiples of 16."""
     shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    return PageTable.of(*([torch.empty(shape, dtype=dtype)] * EXPERTS for shape in shapes))
+    return ExpertTable.of(*([torch.empty(shape, dtype=dtype)] * EXPERTS for shape in shapes))
 
 
-def quantised_experts(form: str, activations: str = "auto") -> QuantizedTable:
+def quantised_experts(form: str, activations: str = "auto") -> ExpertTable:
     """Pages of quantised matrices, of sizes that groups divide."""
     stored = FORMATS[form]
     gate_up, down = matrix(stored, 2 * WIDTH, HIDDEN), matrix(stored, HIDDEN, WIDTH)
-    return QuantizedTable.of([gate_up] * EXPERTS, [down] * EXPERTS, activations=activations)
+    return ExpertTable.of([gate_up] * EXPERTS, [down] * EXPERTS, activations=activations)
 
 
 def facts(
@@ -173,12 +173,12 @@ def product(
     )
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    program, arguments, constants = grouped.program_of(
+    arguments, constants = programs.arguments_of(
         pages, part, x, out, slots, tokens, tile, pages.activation, 0.5 if stored else 1.0, wide=wide
     )
-    constants |= {"PRODUCT": serving.triton_dtype(torch.float32 if wide else dtype), "BY_HAND": False}
+    how = replace(constants["HOW"], product=serving.triton_dtype(torch.float32 if wide else dtype), by_hand=False)
     label = f"{'fp32' if wide else NAMES[dtype]} {NAMES[stored] if stored else form} {part} {mean_rows}"
-    return facts(label, card, program, arguments, constants, **tiles.launch_options(tile))
+    return facts(label, card, grouped_triton.grouped, arguments, constants | {"HOW": how}, **tiles.launch_options(tile))
 
 
 def integer_products(card: int) -> list[dict[str, Any]]:
@@ -204,9 +204,10 @@ def integer_product(card: int, dtype: torch.dtype, form: str, part: str, mean_ro
     tile = tiles.choose_integers(divmod(card, 10), **sizes)
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    program, arguments, constants = grouped.program_of(pages, part, x, out, slots, tokens, tile, pages.activation)
+    arguments, constants = programs.arguments_of(pages, part, x, out, slots, tokens, tile, pages.activation)
+    constants["HOW"] = replace(constants["HOW"], by_hand=False)
     label = f"int8 {NAMES[dtype]} {form} {part} {mean_rows}"
-    return facts(label, card, program, arguments, constants | {"BY_HAND": False}, **tiles.launch_options(tile))
+    return facts(label, card, grouped_triton.grouped, arguments, constants, **tiles.launch_options(tile))
 
 
 def attentions(card: int) -> list[dict[str, Any]]:

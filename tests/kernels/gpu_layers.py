@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from moelight.kernels.activations import Activation, activation_of
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ExpertTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Layer:
 
     gate_up: list[Tensor]
     down: list[Tensor]
-    pages: PageTable
+    pages: ExpertTable
     biases: tuple[list[Tensor], list[Tensor]] | None = None
 
     def truth(self, x: Tensor, counts: tuple[int, ...], activation: str | Activation | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def floats(
     biases = None
     if bias:
         biases = ([torch.randn(2 * width).to(dtype) for _ in gate_up], [torch.randn(hidden).to(dtype) for _ in gate_up])
-    pages = PageTable.of(
+    pages = ExpertTable.of(
         [w.to(device) for w in gate_up],
         [w.to(device) for w in down],
         gate_up_bias=None if biases is None else [b.to(device) for b in biases[0]],
@@ -82,7 +82,7 @@ def in_form(layer: Layer, form: str, activation: Activation, device: torch.devic
     inputs = {name: [tensor.to(device) for tensor in tensors] for name, tensors in parts.items() if tensors}
     if form == "apart":  # views of the joined ones: as far behind in every page
         inputs |= {name: parts[name] for name in ("gate_up", "up", "gate_up_bias", "up_bias") if parts[name]}
-    return replace(layer, pages=PageTable.of(**inputs, activation=activation, interleaved=form == "interleaved"))  # type: ignore[arg-type]
+    return replace(layer, pages=ExpertTable.of(**inputs, activation=activation, interleaved=form == "interleaved"))  # type: ignore[arg-type]
 
 
 def rows_of(counts: tuple[int, ...], hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from moelight.kernels.activations import Activation
 from moelight.kernels.gpu import serving, tiles
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.integers import round_rows
-from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.quantized import round_tokens
 from tests.cases import thorough
 from tests.kernels.gpu_layers import distance, rows_of
@@ -44,7 +44,7 @@ def layer(
 
 def table(up: list[Matrix[Tensor]], down: list[Matrix[Tensor]], device: torch.device, **options: Any) -> Any:
     inputs = ([None if item is None else moved(item, device) for item in side] for side in (up, down))
-    return QuantizedTable.of(*inputs, **{"activations": "int8", **options})
+    return ExpertTable.of(*inputs, **{"activations": "int8", **options})
 
 
 def truth(x: Tensor, pages: Any, offsets: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from moelight import kernels
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.gpu import routing, serving, tiles
 from moelight.kernels.gpu.grouped import expert_ffn, expert_ffn_in_torch
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.gpu.routing import by_expert, combine, route
 from moelight.models import moe
 from moelight.profiles.model import RouterSpec
@@ -95,7 +95,7 @@ def test_without_a_gate(device):
     full = floats(len(counts), 40, 36, torch.float32, device, bias=True)
     parts = {name: list(tensors) for name, tensors in full.pages.parts.items() if tensors}
     down = [torch.randn(40, 72, device=device) for _ in counts]
-    pages = PageTable.of(**(parts | {"down": down}), activation=by)
+    pages = ExpertTable.of(**(parts | {"down": down}), activation=by)
     layer = replace(full, pages=pages, down=[item.double().cpu() for item in down])
     x, offsets = rows_of(counts, 40, torch.float32, device)
     assert distance(expert_ffn(x, pages, offsets), layer.truth(x, counts)) <= DTYPES[torch.float32]
@@ -105,12 +105,12 @@ def test_forms_that_the_table_cannot_hold(device):
     layer = in_form(floats(2, 32, 16, torch.float32, device), "apart", SILU, device)
     parts = {name: list(tensors) for name, tensors in layer.pages.parts.items() if tensors}
     for wrong in (
-        {"up": [parts["up"][0], parts["up"][1].clone()]},
+        {"up": [parts["up"][0], parts["up"][1].half()]},
         {"up": parts["up"][:1]},
         {"up": [parts["up"][0], None]},
     ):
         with pytest.raises(ValueError, match=r"^up: "):
-            PageTable.of(**(parts | wrong))
+            ExpertTable.of(**(parts | wrong))
     with pytest.raises(ValueError, match=r"^activation: "):
         x, offsets = rows_of((1, 1), 32, torch.float32, device)
         expert_ffn(x, layer.pages, offsets, activation=Activation(gated=False))
@@ -176,7 +176,7 @@ def test_an_arena_is_a_list_of_pages_elsewhere(device):
     slots = [arena[position * slot : (position + 1) * slot - 8] if position >= 0 else None for position in places]
     gate_up = [slot if slot is None else slot[: 2 * hidden * width].view(2 * width, hidden) for slot in slots]
     down = [slot if slot is None else slot[2 * hidden * width :].view(hidden, width) for slot in slots]
-    assert torch.equal(expert_ffn(x, PageTable.of(gate_up, down), offsets), full)
+    assert torch.equal(expert_ffn(x, ExpertTable.of(gate_up, down), offsets), full)
 
 
 def test_the_page_of_an_expert_is_what_the_index_holds_when_the_kernels_run(device):
@@ -200,7 +200,7 @@ def test_rows_of_an_expert_that_is_elsewhere_are_zeros(device):
     for tensors in parts.values():
         tensors[1] = None
     x, offsets = rows_of((2, 3, 1), 32, torch.float32, device)
-    result = expert_ffn(x, PageTable.of(**parts), offsets)
+    result = expert_ffn(x, ExpertTable.of(**parts), offsets)
     assert not result[2:5].any()
     assert torch.equal(result[[0, 1, 5]], expert_ffn(x, layer.pages, offsets)[[0, 1, 5]])
 

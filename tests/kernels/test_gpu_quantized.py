@@ -4,6 +4,7 @@ there is one."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from torch import Tensor
 from moelight.formats.fp8 import fp8
 from moelight.formats.matrix import Matrix
 from moelight.formats.mxfp4 import mxfp4
+from moelight.formats.packed import PackedFormat
 from moelight.kernels.activations import SILU, Activation
+from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
-from moelight.kernels.gpu.pages import PageTable
-from moelight.kernels.gpu.quantized import QuantizedTable
-from moelight.kernels.gpu.serving import triton_dtype
+from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.quantized import dense_values
 from tests.kernels.gpu_layers import distance, rows_of
 from tests.kernels.quantized import FORMATS, matrix, packed, step
@@ -41,17 +42,17 @@ def moved(weight: Matrix[Tensor], device: torch.device) -> Matrix[Tensor]:
 
 def unpacked(weight: Matrix[Tensor], depth: int, device: torch.device) -> Tensor:
     """The numbers of ``weight``, tile by tile of ``depth`` inputs."""
+    from moelight.kernels.gpu.programs import TileForm
     from tests.kernels.unpacked_tiles import write_tile
 
     here = moved(weight, device)
     outward = torch.zeros(weight.columns, weight.rows, device=device)
-    table = QuantizedTable.of([here], [outward], activation=UNGATED)
-    form = table.forms["gate_up"]
-    constants = {"CODES": triton_dtype(form.dtype_of(0)), "SCALE": triton_dtype(form.dtype_of(1))}
+    table = ExpertTable.of([here], [outward], activation=UNGATED)
+    form = TileForm.of(table.forms["gate_up"], depth)
     out = torch.full((weight.columns, weight.rows), torch.nan, device=device)
     inputs = (table.table, table.table.stride(0), out, weight.rows, weight.columns, here.stored.groups(weight.columns))
     grid = (-(-weight.columns // depth), -(-weight.rows // 32))
-    write_tile[grid](*inputs, **constants, FORM=form.tile(depth), EVEN=weight.columns % depth == 0, BN=32, BK=depth)
+    write_tile[grid](*inputs, FORM=form, EVEN=weight.columns % depth == 0, BN=32, BK=depth)
     return out.t().cpu()
 
 
@@ -110,7 +111,7 @@ def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, bia
 
     rest = {name: without(item) if isinstance(item, list) else item for name, item in rest.items()}
     inputs = {name: without([moved(item, device) for item in all_]) for name, all_ in drawn.items()}
-    quantised = QuantizedTable.of(**inputs, **rest)
+    quantised = ExpertTable.of(**inputs, **rest)
     if pairing == "apart":  # tables of plain numbers want up as far behind in every page
         values = {name: [dense_values(item, dtype).to(device) for item in all_] for name, all_ in drawn.items()}
         joined = [torch.cat(item) for item in zip(values["gate_up"], values.pop("up"), strict=True)]
@@ -120,7 +121,7 @@ def layer(form: str, pairing: str, device: torch.device, dtype: torch.dtype, bia
             rest["gate_up_bias"] = [None if gate is None else torch.cat((gate, up)) for gate, up in pairs]
     else:
         values = {name: [dense_values(item, dtype).to(device) for item in all_] for name, all_ in drawn.items()}
-    return quantised, PageTable.of(**{name: without(number) for name, number in values.items()}, **rest)
+    return quantised, ExpertTable.of(**{name: without(number) for name, number in values.items()}, **rest)
 
 
 def alike(result: Tensor, wanted: Tensor) -> bool:
@@ -168,9 +169,29 @@ def test_mixed_precision_asks_for_float32(device: torch.device) -> None:
 
 def test_experts_of_plain_numbers_beside_quantised_ones(device: torch.device) -> None:
     quantised, values = layer("packed int4", "joined", device, torch.float32, biased=False)
-    pages = QuantizedTable.of(quantised.parts["gate_up"], values.parts["down"], activation=quantised.activation)
+    pages = ExpertTable.of(quantised.parts["gate_up"], values.parts["down"], activation=quantised.activation)
     x, offsets = rows_of((2, 1, 3), pages.hidden, torch.float32, device)
     assert alike(expert_ffn(x, pages, offsets), expert_ffn(x, values, offsets))
+
+
+class CPUFormat(PackedFormat):
+    """A format that has no Triton unpacker."""
+
+    unpacker = None
+
+
+def test_formats_have_an_unpacker_or_say_that_they_have_none() -> None:
+    if not serving.triton_available():
+        pytest.skip(serving.triton_reason())
+    from moelight.kernels.gpu.unpackers import UNPACKERS
+
+    assert all(stored.unpacker in UNPACKERS or stored.cpu_reason for stored in FORMATS.values())
+    stored = packed(bits=4, group=64)
+    assert stored.cpu_reason is None
+    alone = CPUFormat(**{field.name: getattr(stored, field.name) for field in fields(stored)})
+    matrices = [matrix(alone, 64, 64)]
+    with pytest.raises(ValueError, match=r"^gate_up: is int4, which no program of a GPU unpacks$"):
+        ExpertTable.of(matrices, matrices, activation=UNGATED)
 
 
 def test_tables_name_the_wrong_argument() -> None:
@@ -190,10 +211,10 @@ def test_tables_name_the_wrong_argument() -> None:
         ("gate_up_bias", [torch.zeros(40)] * 2),
     ):
         with pytest.raises(ValueError, match=rf"^{name.removesuffix('_bias')}"):
-            QuantizedTable.of(**(parts | {name: wrong}), activation=SILU)
+            ExpertTable.of(**(parts | {name: wrong}), activation=SILU)
     with pytest.raises(ValueError, match=r"multiple of 16 bytes"):
         shifted = {
             name: torch.cat((part[:1].flatten()[:1], part.flatten()))[1:].view(part.shape)
             for name, part in short.tensors.items()
         }
-        QuantizedTable.of([Matrix(stored=short.stored, rows=40, columns=256, tensors=shifted)], [short])
+        ExpertTable.of([Matrix(stored=short.stored, rows=40, columns=256, tensors=shifted)], [short])

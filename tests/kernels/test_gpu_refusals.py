@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moelight.kernels.activations import SILU
 from moelight.kernels.gpu.grouped import expert_ffn, expert_ffn_in_torch
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.gpu.routing import by_expert, combine, route
 from tests.fuzz import fuzz
 from tests.kernels.gpu_layers import floats, rows_of
@@ -67,9 +67,9 @@ def test_pages_name_the_wrong_argument():
         ("down", {"down": [torch.zeros(64, 16).half()] * 2}),
         ("down_bias", {"gate_up_bias": [torch.zeros(32)] * 2}),
     ]:
-        PageTable.of(**matrices())
+        ExpertTable.of(**matrices())
         with pytest.raises(ValueError, match=rf"^{name}: "):
-            PageTable.of(**matrices(**change))
+            ExpertTable.of(**matrices(**change))
 
 
 ROUTED = {

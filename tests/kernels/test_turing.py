@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moelight.kernels.activations import SILU, Activation, activation_of
 from moelight.kernels.gpu import grouped, grouped_cuda, serving
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ExpertTable
 from tests.kernels.gpu_layers import distance, floats, rows_of
 from tests.kernels.turing import COMPILER, Player, build
 
@@ -36,7 +36,7 @@ def player(library, monkeypatch):
 
 def ffn(
     x: Tensor,
-    pages: PageTable,
+    pages: ExpertTable,
     offsets: Tensor,
     *,
     activation: str | Activation = "silu",
@@ -104,12 +104,12 @@ def test_every_stored_number_is_exact(player):
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     for values, player.rows in ((bits, 32), (halves[halves.isfinite()], 128)):
         down = torch.cat((values, values.new_zeros(-len(values) % 32))).view(-1, 32)
-        pages = PageTable.of([down.new_zeros(64, len(down))], [down])
+        pages = ExpertTable.of([down.new_zeros(64, len(down))], [down])
         out = product(player, x, pages, offsets)
         assert torch.equal(out, down.t().half())
 
 
-def product(player: Player, x: Tensor, pages: PageTable, offsets: Tensor) -> Tensor:
+def product(player: Player, x: Tensor, pages: ExpertTable, offsets: Tensor) -> Tensor:
     """x times the matrices ``down``."""
     out = torch.full((len(x), pages.hidden), torch.nan, dtype=torch.float16)
     slots = grouped._slots(offsets, pages, len(x), player.rows)
@@ -140,7 +140,7 @@ def test_rows_of_an_expert_elsewhere_are_zeros(player):
     for tensors in parts.values():
         tensors[1] = None
     x, offsets = rows_of((20, 33, 1), 48, torch.float16, CPU)
-    result = ffn(x, PageTable.of(**parts), offsets)
+    result = ffn(x, ExpertTable.of(**parts), offsets)
     assert not result[20:53].any()
     assert torch.equal(result[53:], ffn(x, layer.pages, offsets)[53:])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moelight.kernels.gpu import grouped_cuda
 from moelight.kernels.gpu.grouped_cuda import Call, Variant
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ExpertTable
 
 HERE = Path(__file__).parent
 COMPILER = next((result for name in ("g++", "clang++") if (result := shutil.which(name))), None)
@@ -63,7 +63,7 @@ class Player:
     def rows(self, rows: int) -> None:
         grouped_cuda.SLOT_ROWS = rows
 
-    def call_of(self, pages: PageTable, part: str, x: Tensor, out: Tensor, slots: Tensor, offsets: Tensor,
+    def call_of(self, pages: ExpertTable, part: str, x: Tensor, out: Tensor, slots: Tensor, offsets: Tensor,
                 tokens: Tensor | None, *rest: object) -> tuple[Variant, Call, int]:  # fmt: skip
         """`grouped_cuda.call_of`; allows what the launch is given."""
         stored = [tensor for name in (part, f"{part}_bias") for tensor in pages.parts[name]]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from moelight.kernels.gpu.quantized_triton import pointer_to
+from moelight.kernels.gpu.grouped_triton import matrix_of
 
 
 @triton.jit
@@ -14,8 +14,6 @@ def write_tile(
     rows,
     depth,
     groups,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
     FORM: tl.constexpr,
     EVEN: tl.constexpr,
     BN: tl.constexpr,
@@ -23,10 +21,7 @@ def write_tile(
 ):
     """out float32 [depth, rows]: the numbers of the matrix [rows, depth] of the first page; a program writes BK x BN of
     them."""
-    codes = pointer_to(table, table_step, 0, 0, CODES)
-    scales = pointer_to(table, table_step, 1, 0, SCALE)
-    zeros = pointer_to(table, table_step, 2, 0, CODES)
-    order = pointer_to(table, table_step, 3, 0, tl.int32)
+    codes, scales, zeros, order = matrix_of(table, table_step, 0, 0, FORM)
     row, first = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK
     tile = FORM.by.unpack(
         codes, scales, zeros, order, tl.minimum(row, rows - 1), first, rows, depth, groups, FORM, EVEN, BK

@@ -14,7 +14,7 @@ from torch import Tensor
 from moelight.core.dtypes import BFLOAT16, FLOAT32, MIXED_FLOAT16, DType
 from moelight.hrm.costs import expert_workspace
 from moelight.kernels import native
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.products import Workspace
 from moelight.models.expert import Expert, LayerExperts
 from moelight.models.moe import (
@@ -96,9 +96,9 @@ def test_an_expert_that_a_row_names_twice_counts_twice(extension: bool, monkeypa
         torch.testing.assert_close(result.double(), one_by_one(label, weights), rtol=1e-4, atol=1e-4)
 
 
-def pages_of(weights: Sequence[Pair], order: Sequence[int], here: Sequence[bool]) -> PageTable:
+def pages_of(weights: Sequence[Pair], order: Sequence[int], here: Sequence[bool]) -> ExpertTable:
     """The pages of ``weights`` in ``order``, and where each expert finds its own; -1 where it is not ``here``."""
-    table = PageTable.of([weights[item][0] for item in order], [weights[item][1] for item in order])
+    table = ExpertTable.of([weights[item][0] for item in order], [weights[item][1] for item in order])
     index = [order.index(index) if here[index] else -1 for index in range(len(weights))]
     return table.chosen_by(torch.tensor(index, dtype=torch.int32))
 
@@ -157,7 +157,7 @@ def test_mixed_precision_sums_in_float32(extension: bool, monkeypatch: pytest.Mo
     assert torch.equal(sums + 1e5, into)
     limits = {"rtol": 1e-3, "atol": 1e-3 * float(wanted.abs().max())}
     torch.testing.assert_close(sums.double(), wanted, **limits)
-    pages = PageTable.of(*zip(*weights, strict=True))
+    pages = ExpertTable.of(*zip(*weights, strict=True))
     for result in (
         grouped_forward(label, pages, space(5, MIXED_FLOAT16), wide=True),
         moe_forward(label, layer(weights), space(12, MIXED_FLOAT16), wide=True),

@@ -17,10 +17,12 @@ from moelight.core.policy import Policy
 from moelight.engine.api import optimize
 from moelight.engine.options import EngineOptions
 from moelight.engine.planning import hardware_for, plan_for, resolve
-from moelight.optimizer.runnable import policy_faults
+from moelight.formats.packed import PackedFormat
+from moelight.optimizer.runnable import device_faults, policy_faults
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.hardware_text import hardware_profile_text
 from moelight.profiles.policy_files import load_policy, policy_text
+from moelight.profiles.quantization import with_stored
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
 from moelight.weights.tensor_map import open_checkpoint
@@ -73,6 +75,25 @@ def test_a_plan_says_whether_it_runs_also_from_the_cache() -> None:
         one, two = (optimize(hardware, model, WORK, fix={"ffn": "gpu"}) for hardware in ("t4", "2xt4"))
         assert (one.runs, one.why_not, one.policy.gpus) == (True, (), 1)
         assert (two.runs, two.policy.gpus) == (False, 2) and "2 GPUs" in two.why_not[0]
+
+
+class CPUFormat(PackedFormat):
+    """A format that has no Triton unpacker."""
+
+    unpacker = None
+
+
+def test_experts_in_a_format_without_an_unpacker_run_on_the_cpu() -> None:
+    stored = CPUFormat(name="int4", bits=4, scale="F32", group=0)
+    model = with_stored(small_model(), lambda module: stored if "experts" in module else None, "config.json")
+    fault = "ffn_device gpu: the experts are int4, which no program of a GPU unpacks; use ffn_device cpu"
+    with pytest.raises(ConfigError, match=fault):
+        resolve(ON_GPU, model, discrete=True)
+    plan, fixed = (optimize("t4", model, WORK, fix=fix, cache=False) for fix in ({}, {"ffn": "gpu"}))
+    assert (plan.runs, plan.policy.ffn_device) == (True, "cpu")
+    assert fixed.why_not == (fault,)
+    served = with_stored(small_model(), lambda _: PackedFormat(name="int4", bits=4, scale="F32"), "config.json")
+    assert not device_faults(ON_GPU, served)
 
 
 def test_the_table_the_json_and_the_file_say_so(tmp_path: Path) -> None:

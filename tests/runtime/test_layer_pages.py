@@ -8,7 +8,7 @@ import torch
 
 from moelight.kernels.activations import SILU
 from moelight.kernels.copies import pinned
-from moelight.kernels.gpu.pages import PageTable
+from moelight.kernels.gpu.pages import ExpertTable
 from moelight.runtime import moe_ops
 from moelight.runtime.moe_ops import LayerPages
 
@@ -21,7 +21,7 @@ def test_an_index_is_copied_once_for_a_pass_or_for_a_layer_of_a_small_one(monkey
         return pinned(values, device)
 
     monkeypatch.setattr(moe_ops, "pinned", counted)
-    table = PageTable.of([torch.zeros(8, 4)] * 7, [torch.zeros(4, 4)] * 7)
+    table = ExpertTable.of([torch.zeros(8, 4)] * 7, [torch.zeros(4, 4)] * 7)
     pages, full = LayerPages([table] * 3, [SILU] * 3, experts=5), np.arange(15, dtype=np.int32).reshape(3, 5) % 7
     result = [pages.of_pass(layer, (0, 0), lambda: full) for layer in range(3)]
     assert [item.index.tolist() for item in result] == full.tolist()

@@ -42,35 +42,26 @@ def cached_at(table, position, old, kv_head, kv_heads, P: tl.constexpr):
 
 @triton.jit
 def sources(
-    k_new,
-    v_new,
-    cache,
-    buffer,
-    cache_scales,
-    buffer_scales,
-    table,
-    position,
-    old,
-    kv_head,
-    kv_heads,
-    INT8: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
-    """Rows of keys and values: to read at any position; or, where INT8, of new ones, of ``old`` codes, and factors."""
-    buffered, index = cached_at(table, position, old, kv_head, kv_heads, P)
-    k_old = tl.multiple_of(tl.where(buffered, buffer, cache) + index * D, [ALIGNMENT])
-    v_old = tl.multiple_of(k_old + kv_heads * D, [ALIGNMENT])
-    k_factor, v_factor = index, index
-    if INT8:
-        factors = tl.where(buffered, buffer_scales, cache_scales) + index
-        k_factor = tl.load(factors, mask=old, other=0.0)[None, :]
-        v_factor = tl.load(factors + kv_heads, mask=old, other=0.0)[:, None]
-    else:
-        k_new = tl.multiple_of(tl.where(old, k_old, k_new), [ALIGNMENT])
-        v_new = tl.multiple_of(tl.where(old, v_old, v_new), [ALIGNMENT])
-    return k_new, v_new, k_old, v_old, k_factor, v_factor
+    k_new, v_new, cache, buffer, cache_scales, buffer_scales, table, position, start, there, kv_head, kv_heads,
+    CACHED: tl.constexpr, INT8: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Rows of keys and values: to read at any position; or, where INT8, of new ones, of old codes, and factors. And
+    which positions are old, and which are read from the first rows."""
+    old, fresh = there & (position < start), there
+    k_old, v_old, k_factor, v_factor = k_new, v_new, position, position
+    if CACHED:
+        buffered, index = cached_at(table, position, old, kv_head, kv_heads, P)
+        k_old = tl.multiple_of(tl.where(buffered, buffer, cache) + index * D, [ALIGNMENT])
+        v_old = tl.multiple_of(k_old + kv_heads * D, [ALIGNMENT])
+        if INT8:
+            factors = tl.where(buffered, buffer_scales, cache_scales) + index
+            k_factor = tl.load(factors, mask=old, other=0.0)[None, :]
+            v_factor = tl.load(factors + kv_heads, mask=old, other=0.0)[:, None]
+            fresh = there & (position >= start)
+        else:
+            k_new = tl.multiple_of(tl.where(old, k_old, k_new), [ALIGNMENT])
+            v_new = tl.multiple_of(tl.where(old, v_old, v_new), [ALIGNMENT])
+    return k_new, v_new, k_old, v_old, k_factor, v_factor, old, fresh
 
 
 @triton.jit
@@ -83,17 +74,9 @@ def loaded(rows, column, there, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def either(
-    new,
-    fresh,
-    stored,
-    old,
-    factor,
-    column,
-    INT8: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):
+    new, fresh, stored, old, factor, column,
+    INT8: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
     """`loaded` from the rows ``new``; where ``old`` and INT8 from the codes ``stored``, times their factors."""
     numbers = loaded(new, column, fresh, D, BD).to(PRODUCT)
     if INT8:
@@ -114,46 +97,36 @@ def scored(products, query, position, there, scale, cap, window, CAPPED: tl.cons
     return tl.where(seen, scores, float("-inf"))
 
 
+@triton.jit
+def key_products(
+    queries, q_row, live, k_row, fresh, k_old, old, factor,
+    INT8: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr, PRODUCT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Products [BM, BN] of the queries at ``q_row`` with the keys of a tile, in steps of DEPTH; ``queries``: those of
+    the first step."""
+    products = tl.zeros((BM, BN), dtype=tl.float32)
+    for part in tl.static_range(BD // DEPTH):
+        depth = part * DEPTH + tl.arange(0, DEPTH)
+        if DEPTH < BD:
+            queries = loaded(q_row, depth[None, :], live[:, None], D, BD).to(PRODUCT)
+        keys = either(
+            k_row[None, :], fresh[None, :], k_old[None, :], old[None, :], factor, depth[:, None], INT8, D, BD, PRODUCT
+        )
+        products = tl.dot(queries, keys, products, input_precision="ieee")
+    return products
+
+
 @triton.jit(
     do_not_specialize=["scale", "cap", "window"], do_not_specialize_on_alignment=["sequences", "tiles", "entries"]
 )
 def attend(
-    q,
-    k,
-    v,
-    out,
-    cache,
-    buffer,
-    cache_scales,
-    buffer_scales,
-    sequences,
-    tiles,
-    entries,
-    sinks,
-    scale,
-    cap,
-    window,
-    q_stride,
-    k_stride,
-    v_stride,
-    kv_heads,
-    DECODES: tl.constexpr,
-    CACHED: tl.constexpr,
-    INT8: tl.constexpr,
-    SINKS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    P: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    DEPTH: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    BY_HAND: tl.constexpr,
-):
+    q, k, v, out, cache, buffer, cache_scales, buffer_scales, sequences, tiles, entries, sinks, scale, cap, window,
+    q_stride, k_stride, v_stride, kv_heads,
+    DECODES: tl.constexpr, CACHED: tl.constexpr, INT8: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, P: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, DEPTH: tl.constexpr, ALIGNMENT: tl.constexpr, PRODUCT: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
     """out [T, Hq, D] = causal softmax(scale * q k^T) v of the sequences of a `RaggedBatch`; a program a tile and head.
 
     cache and buffer are [N, 2, Hkv, D], where INT8 with scales [N, 2, Hkv]; their rows begin at multiples of ALIGNMENT
@@ -169,7 +142,6 @@ def attend(
     token = first + inside // GROUP
     head = kv_head * GROUP + inside % GROUP
     live = (inside < BM // GROUP * GROUP) & (token < count)
-    query = start + token
     q_row = (q + tl.where(live, row + token, row).to(tl.int64) * q_stride + tl.where(live, head, 0) * D)[:, None]
     column = tl.arange(0, BD)
     queries = loaded(q_row, tl.arange(0, DEPTH)[None, :], live[:, None], D, BD).to(PRODUCT)
@@ -187,27 +159,16 @@ def attend(
     for tile in range(lowest // BN, tl.cdiv(end, BN)):
         position = tile * BN + tl.arange(0, BN)
         there = (position >= lowest) & (position < end)
-        old, fresh = there & (position < start), there
         k_new = k + (row + position - start).to(tl.int64) * k_stride + kv_head * D
         v_new = v + (row + position - start).to(tl.int64) * v_stride + kv_head * D
-        k_row, v_row, k_old, v_old, k_factor, v_factor = k_new, v_new, k_new, v_new, sums, sums
-        if CACHED:
-            k_row, v_row, k_old, v_old, k_factor, v_factor = sources(
-                k_new, v_new, cache, buffer, cache_scales, buffer_scales, entries + base, position, old,
-                kv_head, kv_heads, INT8, D, P, ALIGNMENT,
-            )  # fmt: skip
-            fresh = there & ((position >= start) | (not INT8))
-        products = tl.zeros((BM, BN), dtype=tl.float32)
-        for part in tl.static_range(BD // DEPTH):
-            depth = part * DEPTH + tl.arange(0, DEPTH)
-            if DEPTH < BD:
-                queries = loaded(q_row, depth[None, :], live[:, None], D, BD).to(PRODUCT)
-            keys = either(
-                k_row[None, :], fresh[None, :], k_old[None, :], old[None, :], k_factor, depth[:, None],
-                INT8 and CACHED, D, BD, PRODUCT,
-            )  # fmt: skip
-            products = tl.dot(queries, keys, products, input_precision="ieee")
-        scores = scored(products, query, position, there, scale, cap, window, CAPPED, WINDOWED)
+        k_row, v_row, k_old, v_old, k_factor, v_factor, old, fresh = sources(
+            k_new, v_new, cache, buffer, cache_scales, buffer_scales, entries + base, position, start, there, kv_head,
+            kv_heads, CACHED, INT8, D, P, ALIGNMENT,
+        )  # fmt: skip
+        products = key_products(
+            queries, q_row, live, k_row, fresh, k_old, old, k_factor, INT8 and CACHED, D, BD, DEPTH, PRODUCT, BM, BN
+        )
+        scores = scored(products, start + token, position, there, scale, cap, window, CAPPED, WINDOWED)
         higher = tl.maximum(peak, tl.max(scores, 1))
         shrink, weights = tl.exp(peak - higher), tl.exp(scores - higher[:, None])
         peak, total = higher, total * shrink + tl.sum(weights, 1)
@@ -251,21 +212,9 @@ def through_int8(
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "slots"])
 def append(
-    k,
-    v,
-    cache,
-    scales,
-    rows,
-    slots,
-    k_stride,
-    v_stride,
-    kv_heads,
-    PICKED: tl.constexpr,
-    INT8: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BH: tl.constexpr,
-):
+    k, v, cache, scales, rows, slots, k_stride, v_stride, kv_heads,
+    PICKED: tl.constexpr, INT8: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
     """Write row rows[i] (PICKED, else i) of k and v to slot slots[i] of the cache [N, 2, Hkv, D]; one program a row."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)

@@ -8,8 +8,6 @@ Legend: R routed rows, T rows of x, E experts, H hidden, I intermediate.
 
 from __future__ import annotations
 
-import math
-from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
 
@@ -18,15 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.formats.format import Format
-from moelight.formats.matrix import Matrix
 from moelight.kernels import arguments
 from moelight.kernels.activations import SHRINK, Activation, activation_of
 from moelight.kernels.arguments import FLOATS, check_tensor
-from moelight.kernels.gpu import grouped_cuda, integers, quantized, serving, tiles
+from moelight.kernels.gpu import grouped_cuda, serving, tiles
 from moelight.kernels.gpu.integers import RoundedRows, round_rows
-from moelight.kernels.gpu.pages import PARTS, ExpertTable, PageTable
-from moelight.kernels.gpu.quantized import QuantizedTable
-from moelight.kernels.gpu.serving import on_device, triton_dtype
+from moelight.kernels.gpu.pages import ExpertTable
+from moelight.kernels.gpu.serving import on_device
 from moelight.kernels.quantized import dense_values, integer_product
 from moelight.kernels.reference import gate_and_up
 
@@ -81,13 +77,13 @@ def expert_ffn(
     if rows == 0:
         return out
     mean_rows = rows / min(rows, pages.experts) if mean_rows is None else mean_rows
-    plain = isinstance(pages, PageTable) and pages.plain and grouped_cuda.activation_number(by) is not None
+    plain = pages.plain and grouped_cuda.activation_number(by) is not None
     kernel, _ = serving.expert_kernel(x.device, torch.float32 if wide else x.dtype, mean_rows, plain=plain)
     if kernel == "torch":
         return expert_ffn_in_torch(x, pages, offsets, activation=by, tokens=tokens, out=out, wide=wide)
     with on_device(x.device):
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
-        if kernel == "cuda" and isinstance(pages, PageTable):
+        if kernel == "cuda":
             _launch_cuda(x, pages, offsets, by, tokens, active, out)
         else:
             _launch(x, pages, offsets, by, tokens, active, out, mean_rows=mean_rows, wide=wide)
@@ -96,8 +92,8 @@ def expert_ffn(
 
 def _result_dtype(x: Tensor, pages: ExpertTable, out: Tensor | None) -> torch.dtype:
     """The dtype that ``out`` must have."""
-    if isinstance(pages, PageTable):
-        return torch.float32 if (x.dtype, pages.stored) == _MIXED else x.dtype
+    if pages.floats is not None:
+        return torch.float32 if (x.dtype, pages.floats) == _MIXED else x.dtype
     mixed = x.dtype == torch.float16 and isinstance(out, Tensor) and out.dtype == torch.float32
     return torch.float32 if mixed else x.dtype
 
@@ -142,10 +138,10 @@ def _linear(x: Tensor, pages: ExpertTable, part: str, page: int, factor: float =
     """x times the matrix times ``factor``, plus the bias."""
     weight, bias = (pages.parts[name][page] if pages.parts.get(name) else None for name in (part, f"{part}_bias"))
     assert weight is not None
-    if isinstance(pages, QuantizedTable) and pages.rounds(part):
+    if pages.rounds(part):
         total = integer_product(x, weight).mul_(factor)
         return total if bias is None else total.add_(bias.float())
-    dense = dense_values(weight, x.dtype) if isinstance(weight, Matrix) else weight.to(x.dtype)
+    dense = dense_values(weight, x.dtype).to(x.dtype)
     if factor == 1:
         return functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
     total = functional.linear(x, dense).float().mul_(factor)
@@ -158,8 +154,8 @@ def _check(x: Tensor, pages: ExpertTable, offsets: Tensor, tokens: Tensor | None
         raise ValueError(f"pages: must be an ExpertTable, is {type(pages).__name__}")
     device = pages.table.device
     dtypes: Any = FLOATS
-    if isinstance(pages, PageTable):
-        dtypes = _MIXED if pages.stored == _MIXED[1] else pages.stored
+    if (stored := pages.floats) is not None:
+        dtypes = _MIXED if stored == _MIXED[1] else stored
     rows, _ = check_tensor("x", x, dtypes, (None, pages.hidden), device=device)
     if tokens is not None:
         check_tensor("tokens", tokens, torch.int64, (None,), device=device)
@@ -185,6 +181,8 @@ def _launch(
     mean_rows: float,
     wide: bool,
 ) -> None:
+    from moelight.kernels.gpu import grouped_triton, programs
+
     factor = shrink(x.dtype, out.dtype)
     height, slots = 0, x
     for part, source, into, index, by in (
@@ -196,13 +194,13 @@ def _launch(
             height, slots = tile.rows, _slots(offsets, pages, len(out), tile.rows)
         inputs: Tensor | RoundedRows = source
         chosen = index
-        if isinstance(pages, QuantizedTable) and pages.rounds(part):
+        if pages.rounds(part):
             inputs, chosen = _rounded(source, pages.forms[part].stored, index)
-        program, arguments, constants = program_of(
+        arguments, constants = programs.arguments_of(
             pages, part, inputs, into, slots, chosen, tile, activation, by, wide=wide
         )
         grid = (len(slots) * -(-into.shape[1] // tile.columns),)
-        program[grid](*arguments, **constants, **tiles.launch_options(tile))
+        grouped_triton.grouped[grid](*arguments, **constants, **tiles.launch_options(tile))
 
 
 def _rounded(x: Tensor, stored: Format, tokens: Tensor | None) -> tuple[RoundedRows, Tensor | None]:
@@ -217,19 +215,19 @@ def tile_of(
     """The tile of the product of ``x`` with the matrices ``part``, of ``mean_rows`` rows an expert."""
     card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
     matrices = 2 if part == "gate_up" and activation.gated else 1
-    if isinstance(pages, QuantizedTable) and pages.rounds(part):
-        stored = pages.forms[part].stored
+    stored = pages.forms[part].stored
+    if pages.rounds(part):
         group, _ = stored.integer_groups(x.shape[1])
         scattered = stored.scattered
         return tiles.choose_integers(card, group=group, mean_rows=mean_rows, matrices=matrices, scattered=scattered)
     itemsize = torch.float32.itemsize if wide else x.element_size()
-    unpacks = not isinstance(pages, PageTable)
+    unpacks = pages.floats is None
     return tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, matrices=matrices, unpacks=unpacks)
 
 
 def _launch_cuda(
     x: Tensor,
-    pages: PageTable,
+    pages: ExpertTable,
     offsets: Tensor,
     activation: Activation,
     tokens: Tensor | None,
@@ -261,106 +259,3 @@ def _slots(offsets: Tensor, pages: ExpertTable, rows: int, height: int) -> Tenso
         offsets, pages.index, slots, pages.experts, pages.pages, rows, count, BM=height, PADDED=padded, SLOTS=step
     )
     return slots
-
-
-def program_of(
-    pages: ExpertTable,
-    part: str,
-    x: Tensor | RoundedRows,
-    out: Tensor,
-    slots: Tensor,
-    tokens: Tensor | None,
-    tile: tiles.Tile,
-    activation: Activation,
-    factor: float = 1.0,
-    *,
-    wide: bool = False,
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The Triton program of the product of ``x`` with the matrices ``part`` -> ``out``, its arguments and constants.
-
-    ``factor`` multiplies the activation, and the sums of ``down``.
-    """
-    from moelight.kernels.gpu import grouped_triton, integers_triton, quantized_triton
-
-    shared = _constants_of(activation, part, out, tokens, tile, factor)
-    if isinstance(x, RoundedRows):
-        assert isinstance(pages, QuantizedTable)
-        arguments, constants = integers.arguments_of(pages, part, x, out, slots, tokens, tile, activation)
-        return integers_triton.grouped_integers, arguments, _by_triton(constants | shared)
-    if isinstance(pages, QuantizedTable):
-        program: Any = quantized_triton.grouped_quantized
-        arguments, constants = quantized.arguments_of(pages, part, x, x.shape[1], out, slots, tokens, tile, activation)
-        constants["NUMBER"] = torch.float32 if wide else x.dtype
-    else:
-        assert isinstance(pages, PageTable)
-        program = grouped_triton.grouped
-        arguments, constants = _arguments_of(pages, part, x, out, slots, tokens, activation)
-    constants |= {
-        "EVEN": x.shape[1] % tile.depth == 0,
-        "PRODUCT": torch.float32 if shared["BY_HAND"] or wide else x.dtype,
-        "PRECISION": tile.precision,
-    }
-    return program, arguments, _by_triton(constants | shared)
-
-
-def _by_triton(constants: dict[str, Any]) -> dict[str, Any]:
-    """``constants``, dtypes by Triton's names."""
-    dtypes = {name: triton_dtype(value) for name, value in constants.items() if isinstance(value, torch.dtype)}
-    return constants | dtypes
-
-
-def _arguments_of(
-    pages: PageTable,
-    part: str,
-    x: Tensor,
-    out: Tensor,
-    slots: Tensor,
-    tokens: Tensor | None,
-    activation: Activation,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `grouped_triton.grouped`, and those of its constants that say how matrices are stored."""
-    depth, columns = x.shape[1], out.shape[1]
-    weights, biases = (pages.table[PARTS.index(name)] for name in (part, f"{part}_bias"))
-    arguments = (
-        x,
-        x if tokens is None else tokens,
-        out,
-        slots,
-        weights,
-        biases,
-        x.shape[0],
-        x.stride(0),
-        depth,
-        columns,
-        *astuple(pages.steps[part]),
-        slots.shape[0],
-        activation.limit,
-    )
-    return arguments, {
-        "STORED": pages.stored,
-        "BIAS": pages.dtype_of(f"{part}_bias"),
-        "BIASED": pages.biased,
-    }
-
-
-def _constants_of(
-    activation: Activation, part: str, out: Tensor, tokens: Tensor | None, tile: tiles.Tile, factor: float
-) -> dict[str, Any]:
-    """Return the constants of all programs. The activation follows the product with ``gate_up``."""
-    active = part == "gate_up"
-    return {
-        "GATHERED": tokens is not None,
-        "FACTOR": factor,
-        "BY_HAND": out.device.type == "cpu" and out.dtype == torch.bfloat16,
-        "BM": tile.rows,
-        "BN": tile.columns,
-        "BK": tile.depth,
-        "BAND": tile.band,
-        "ACTIVE": active,
-        "GATED": active and activation.gated,
-        "CURVE": activation.curve,
-        "ALPHA": activation.alpha,
-        "SHIFT": activation.shift,
-        "LIMITED": activation.limit < math.inf,
-        "LATE": activation.late,
-    }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moelight.core.paths import cache_directory, write_whole
 from moelight.kernels.activations import NAMED, Activation
-from moelight.kernels.gpu.pages import PARTS, PageTable
+from moelight.kernels.gpu.pages import MATRICES, TENSORS, ExpertTable
 
 SOURCE = Path(__file__).with_name("grouped_turing.cu")
 ARCHITECTURE = "sm_75"
@@ -72,7 +72,7 @@ def activation_number(activation: Activation) -> int | None:
 
 
 def call_of(
-    pages: PageTable,
+    pages: ExpertTable,
     part: str,
     x: Tensor,
     out: Tensor,
@@ -92,24 +92,24 @@ def call_of(
     """
     gated, (depth, columns) = part == "gate_up", (x.shape[1], out.shape[1])
     even = not any(size % 16 for size in (x.data_ptr(), x.stride(0) * 2, depth * 2))
-    variant = Variant(stored=_NUMBERS[pages.stored], gated=gated, rows=rows, aligned=even)
+    form, first = pages.forms[part], MATRICES.index(part) * len(TENSORS)
+    variant = Variant(stored=_NUMBERS[form.dtype_of(0)], gated=gated, rows=rows, aligned=even)
     addresses, step = pages.table.data_ptr(), pages.table.stride(0) * 8
-    column = {name: addresses + PARTS.index(name) * step for name in (part, f"{part}_bias")}
     call = Call(
         x=x.data_ptr(),
         tokens=None if tokens is None else tokens.data_ptr(),
         out=out.data_ptr(),
         slots=slots.data_ptr(),
         offsets=offsets.data_ptr(),
-        weights=column[part],
-        biases=column[f"{part}_bias"] if pages.biased else None,
+        weights=addresses + first * step,
+        biases=None if form.bias is None else addresses + (first + TENSORS.index("bias")) * step,
         x_stride=x.stride(0),
         x_rows=x.shape[0],
         experts=len(offsets) - 1,
         depth=depth,
         columns=columns,
         activation=activation_number(activation),
-        bias_dtype=_NUMBERS[pages.dtype_of(f"{part}_bias")],
+        bias_dtype=_NUMBERS[form.bias or torch.float32],
         out_dtype=_NUMBERS[out.dtype],
         clamp=activation.limit,
         factor=factor,
@@ -232,7 +232,7 @@ def _is_right(device: torch.device) -> bool:
         (torch.arange(size * inputs, device=device) % 5 - 2).view(size, inputs).half()
         for size, inputs in ((2 * width, hidden), (hidden, width))
     )
-    pages = PageTable.of([None, gate_up], [None, down])
+    pages = ExpertTable.of([None, gate_up], [None, down])
     slots = torch.tensor([(1, 0, rows), (1, height, rows), (-1, 0, 0)], dtype=torch.int32, device=device)
     offsets = torch.tensor([0, 0, rows], dtype=torch.int32, device=device)
     out = torch.full((rows, hidden), 9.0, dtype=torch.float16, device=device)

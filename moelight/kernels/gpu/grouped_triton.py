@@ -1,15 +1,20 @@
-"""The grouped product of experts in Triton, for compute capability 7.5 and later: one kernel for both products.
+"""The grouped product of experts in Triton, for compute capability 7.5 and later: one program for both products, all
+stored formats and activations in either form.
 
-`grouped` checks the arguments, `tiles` chooses the tiles. Imported only where Triton is installed.
+`programs` makes the arguments and constants, `tiles` chooses the tiles. Imported only where Triton is installed.
 
-A slot is a block of at most BM rows of one expert, with the expert's page: a column of the table of addresses. bfloat16
-weights beside float16 rows are widened, which takes a shift, and rounded to float16 (PRODUCT), on cards without
-bfloat16 too. Float32 enters a product as PRECISION says: whole (``ieee``), or in parts of 11 bits, whose three larger
-products tensor units sum (``tf32x3``).
+A slot is a block of at most BM rows of one expert, with the expert's page: a column of the table of addresses. How the
+matrix is stored says FORM, whose functions unpack it; how it is multiplied HOW, whose `step` is `values_step`, or one
+of `integers_triton` for rows in int8.
 
-Under interpretation on the CPU, bfloat16 is a bare 16-bit integer: products are then computed in float32 (PRODUCT), and
-sums are rounded by hand (BY_HAND). Numbers that change from call to call are not specialised, because every variant
-would be compiled.
+Values are rounded to the dtype of the rows, so that results are those of the values but for the order in which a tensor
+unit adds up the inputs of a step. A tile is unpacked once for a block of rows; the height of the blocks grows with the
+rows of an expert (`tiles.choose`), and so does what an unpacking serves. Floats are unpacked as they are: bfloat16
+beside float16 rows is widened, which takes a shift, and rounded to float16, on cards without bfloat16 too. Float32
+enters a product whole (``ieee``), or in parts of 11 bits, whose three larger products tensor units sum (``tf32x3``).
+
+Under interpretation on the CPU, bfloat16 is a bare 16-bit integer: products are then computed in float32, and sums are
+rounded by hand. Numbers that change from call to call are not specialised, because every variant would be compiled.
 """
 
 import triton
@@ -69,58 +74,43 @@ def rounded(value, DTYPE: tl.constexpr, BY_HAND: tl.constexpr):
 
 
 @triton.jit
-def activated(
-    gate,
-    up,
-    limit,
-    CURVE: tl.constexpr,
-    ALPHA: tl.constexpr,
-    SHIFT: tl.constexpr,
-    LIMITED: tl.constexpr,
-    LATE: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """`kernels.activations.Activation` in float32."""
-    if LIMITED and not LATE:
-        gate = tl.minimum(gate, limit)
-    if CURVE == "silu":
-        result = gate * tl.sigmoid(ALPHA * gate)
-    elif CURVE == "gelu_tanh":
-        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    elif CURVE == "gelu":
-        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        positive = tl.maximum(gate, 0.0)
-        result = positive * positive
-    if LIMITED and LATE:
-        result = tl.minimum(result, limit)
-    if GATED:
-        if LIMITED:
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-        result = result * (up + SHIFT)
-    return result
+def silu(gate, ALPHA: tl.constexpr):
+    """x sigmoid(ALPHA x)."""
+    return gate * tl.sigmoid(ALPHA * gate)
 
 
 @triton.jit
-def step_of_product(
-    total,
-    a,
-    weight,
-    column,
-    step,
-    depth,
-    row_step,
-    column_step,
-    EVEN: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """total [BM, BN] + a [BM, BK] times the rows ``column`` [BN] of the matrix at ``weight``, inputs step * BK on."""
-    k = step * BK + tl.arange(0, BK)
-    pointers = weight + column[None, :] * row_step + k[:, None] * column_step
-    stored = tl.load(pointers) if EVEN else tl.load(pointers, mask=(k < depth)[:, None], other=0)
-    return tl.dot(a, stored.to(PRODUCT), total, input_precision=PRECISION)
+def gelu(gate, ALPHA: tl.constexpr):
+    """x times the normal distribution function."""
+    return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(gate, ALPHA: tl.constexpr):
+    """`gelu` by its approximation with tanh."""
+    return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+
+
+@triton.jit
+def relu2(gate, ALPHA: tl.constexpr):
+    """Squares of positive numbers."""
+    positive = tl.maximum(gate, 0.0)
+    return positive * positive
+
+
+@triton.jit
+def activated(gate, up, limit, ACT: tl.constexpr):
+    """`kernels.activations.Activation` in float32."""
+    if ACT.limited and not ACT.late:
+        gate = tl.minimum(gate, limit)
+    result = ACT.curve(gate, ACT.alpha)
+    if ACT.limited and ACT.late:
+        result = tl.minimum(result, limit)
+    if ACT.gated:
+        if ACT.limited:
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+        result = result * (up + ACT.shift)
+    return result
 
 
 @triton.jit
@@ -165,82 +155,91 @@ def store_rows(out, total, rows, live, first, columns, BY_HAND: tl.constexpr, BN
     tl.store(pointers, result, mask=live[:, None] & (column < columns)[None, :])
 
 
-@triton.jit(do_not_specialize=["x_rows", "slot_count", "limit", "up_bias"])
-def grouped(
-    x,
-    tokens,
-    out,
-    slots,
-    weights,
-    biases,
-    x_rows,
-    x_stride,
-    depth,
-    columns,
-    row_step,
-    column_step,
-    up_step,
-    bias_step,
-    up_bias,
-    slot_count,
-    limit,
-    ACTIVE: tl.constexpr,
-    GATED: tl.constexpr,
-    CURVE: tl.constexpr,
-    ALPHA: tl.constexpr,
-    SHIFT: tl.constexpr,
-    LIMITED: tl.constexpr,
-    LATE: tl.constexpr,
-    GATHERED: tl.constexpr,
-    STORED: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIASED: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BY_HAND: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BAND: tl.constexpr,
-):
-    """out [R, columns] = rows of x times the matrix of their expert, through the activation where ACTIVE.
+@triton.jit
+def pointer_to(table, table_step, part, page, DTYPE: tl.constexpr):
+    """The tensor of row ``part`` of the table of addresses, of ``page``."""
+    return tl.multiple_of(tl.load(table + part * table_step + page).to(tl.pointer_type(DTYPE)), 16)
 
-    weights and biases are int64 addresses, one per page; 0 for an expert that is computed elsewhere, whose
-    rows are zeros. Rows of a matrix are row_step and its columns column_step apart; where GATED the number of up is
-    up_step behind that of its gate. The activation, or else the product, is multiplied by FACTOR.
+
+@triton.jit
+def matrix_of(table, table_step, part, page, FORM: tl.constexpr):
+    """Codes, scales, zero points and order of the matrix whose addresses begin at row ``part``."""
+    codes = pointer_to(table, table_step, part, page, FORM.codes_type)
+    scales = pointer_to(table, table_step, part + 1, page, FORM.scale_type)
+    zeros = pointer_to(table, table_step, part + 2, page, FORM.codes_type)
+    return codes, scales, zeros, pointer_to(table, table_step, part + 3, page, tl.int32)
+
+
+@triton.jit
+def biased(total, table, table_step, part, page, address, stored, FORM: tl.constexpr, BN: tl.constexpr):
+    """total [BM, BN] and the biases ``stored`` [BN] of row ``part`` of the table; none without an ``address``."""
+    there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
+    bias = pointer_to(table, table_step, part, page, FORM.bias_type)
+    return total + tl.load(bias + stored, mask=there, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def values_product(total, a, matrix, row, first, size, FORM: tl.constexpr, HOW: tl.constexpr):
+    """total [BM, BN] + a [BM, BK] times the values of the stored rows ``row`` [BN], inputs ``first`` on."""
+    codes, scales, zeros, order = matrix
+    rows, depth, groups = size
+    tile = FORM.by.unpack(codes, scales, zeros, order, row, first, rows, depth, groups, FORM, HOW.even, HOW.depth)
+    if tile.dtype != HOW.values:
+        tile = rounded(tile.to(tl.float32), HOW.values, HOW.by_hand)
+    return tl.dot(a, tile.to(HOW.product), total, input_precision="tf32x3" if HOW.in_parts else "ieee")
+
+
+@triton.jit
+def values_step(
+    total, total_up, x_rows, gate, up, row, up_row, step, size,
+    FORM: tl.constexpr, HOW: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """A step of the products with the values of gate and up, which are made of the stored bytes by the format's
+    unpacker, and rounded."""
+    x, _, _, x_stride, source = x_rows
+    a = rows_at(x, source, x_stride, step, size[1], HOW.even, HOW.product, HOW.depth)
+    total = values_product(total, a, gate, row, step * HOW.depth, size, FORM, HOW)
+    if GATED:
+        total_up = values_product(total_up, a, up, up_row, step * HOW.depth, size, FORM, HOW)
+    return total, total_up
+
+
+@triton.jit(do_not_specialize=["x_rows", "slot_count", "limit", "up_row"])
+def grouped(
+    x, x_scales, x_sums, tokens, out, slots, table, table_step, x_rows, x_stride, depth, columns, rows_stored, row_step,
+    up_row, groups, slot_count, limit,
+    GATE: tl.constexpr, UP: tl.constexpr, FORM: tl.constexpr, HOW: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """out [R, columns] = rows of x times the matrix of their expert, through the activation where there is one.
+
+    table: int64 addresses, a row for each tensor of a page (`gpu.pages.TENSORS`) and a column for each page; those of
+    the matrix begin at row GATE, those of its up at row UP; 0 for an expert that is computed elsewhere, whose rows are
+    zeros. Output c is the stored row c * row_step, of up the one up_row behind it. x_scales and x_sums: of rows that
+    `integers_triton.round_rows` rounded. FORM, HOW, ACT: constants of `gpu.programs`.
     """
-    slot, first = place_of(columns, slot_count, BN, BAND)
+    BM: tl.constexpr = HOW.rows
+    BN: tl.constexpr = HOW.columns
+    slot, first = place_of(columns, slot_count, BN, HOW.band)
     page = tl.load(slots + slot * 3)
     if page < 0:
         return
-    rows, live, source = rows_in_slot(slots, slot, tokens, x_rows, GATHERED, BM)
+    rows, live, source = rows_in_slot(slots, slot, tokens, x_rows, HOW.gathered, BM)
 
-    address = tl.load(weights + page)
-    there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
-    column = tl.minimum(tl.arange(0, BN), columns - 1 - first)
-    begin = first.to(tl.int64)
-    matrix = tl.multiple_of(address.to(tl.pointer_type(STORED)), 16)
-    weight = matrix + begin * row_step
-    weight_up = weight + up_step
+    address = tl.load(table + GATE * table_step + page)
+    gate, up = matrix_of(table, table_step, GATE, page, FORM), matrix_of(table, table_step, UP, page, FORM)
+    stored = tl.minimum(first + tl.arange(0, BN), columns - 1) * row_step
     total = tl.zeros((BM, BN), dtype=tl.float32)
     total_up = tl.zeros((BM, BN), dtype=tl.float32)
-    for step in range(tl.cdiv(tl.where(address != 0, depth, 0), BK)):
-        a = rows_at(x, source, x_stride, step, depth, EVEN, PRODUCT, BK)
-        total = step_of_product(
-            total, a, weight, column, step, depth, row_step, column_step, EVEN, PRODUCT, PRECISION, BK
-        )
-        if GATED:
-            total_up = step_of_product(
-                total_up, a, weight_up, column, step, depth, row_step, column_step, EVEN, PRODUCT, PRECISION, BK
-            )
-    total *= 1.0 if ACTIVE else FACTOR
-    if BIASED:
-        bias = tl.load(biases + page).to(tl.pointer_type(BIAS)) + (begin + column) * bias_step
-        total += tl.load(bias, mask=there, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            total_up += tl.load(bias + up_bias, mask=there, other=0.0).to(tl.float32)[None, :]
-    if ACTIVE:
-        total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
-    store_rows(out, total, rows, live, first, columns, BY_HAND, BN)
+    for step in range(tl.cdiv(tl.where(address != 0, depth, 0), HOW.inputs)):
+        total, total_up = HOW.step(
+            total, total_up, (x, x_scales, x_sums, x_stride, source), gate, up, stored, stored + up_row, step,
+            (rows_stored, depth, groups), FORM, HOW, ACT.gated,
+        )  # fmt: skip
+    total *= 1.0 if ACT.active else HOW.factor
+    if FORM.biased:
+        total = biased(total, table, table_step, GATE + 4, page, address, stored, FORM, BN)
+        if ACT.gated:
+            total_up = biased(total_up, table, table_step, UP + 4, page, address, stored + up_row, FORM, BN)
+    if ACT.active:
+        total = activated(total, total_up, limit, ACT) * HOW.factor
+    store_rows(out, total, rows, live, first, columns, HOW.by_hand, BN)

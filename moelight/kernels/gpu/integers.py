@@ -1,5 +1,5 @@
-"""Experts by rows rounded to int8 on a GPU: the rounding, and the arguments of the product (`kernels.quantized` defines
-both).
+"""Rows rounded to int8 on a GPU, as `kernels.quantized` defines it.
+
 
 Legend: T rows of x, R routed rows, C columns, G columns of a group.
 """
@@ -7,20 +7,16 @@ Legend: T rows of x, R routed rows, C columns, G columns of a group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moelight.core.units import align_up
 from moelight.formats.format import Format
-from moelight.kernels.activations import Activation
-from moelight.kernels.gpu import quantized, tiles
-from moelight.kernels.gpu.quantized import QuantizedTable
+from moelight.kernels.gpu import tiles
 
 _SUMS = {"groups": ((), torch.int32), "parts": ((16,), torch.float16)}  # shapes of a group's, dtypes
 _NUMBERS = 4096  # that a program rounds
-_SCATTERED = 32  # inputs at a time, where codes are loaded one by one and their addresses fill registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +72,3 @@ def round_rows(x: Tensor, stored: Format, tokens: Tensor | None = None) -> Round
         enable_fp_fusion=False,
     )
     return result
-
-
-def arguments_of(
-    pages: QuantizedTable,
-    part: str,
-    x: RoundedRows,
-    out: Tensor,
-    slots: Tensor,
-    tokens: Tensor | None,
-    tile: tiles.Tile,
-    activation: Activation,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `integers_triton.grouped_integers` for the matrices ``part``, and those of its constants that say
-    how they are stored."""
-    arguments, constants = quantized.arguments_of(
-        pages, part, x.values, x.columns, out, slots, tokens, tile, activation
-    )
-    step, piece = max(x.group, tile.depth), _SCATTERED if pages.forms[part].stored.scattered else x.group
-    constants |= {"G": x.group, "STEP": step, "PIECE": piece, "EVEN": x.columns % step == 0}
-    return (x.values, x.scales, x.sums, *arguments[1:]), constants

@@ -1,5 +1,5 @@
 """Products of rows rounded to int8 with experts whose codes are whole numbers, in Triton, for the integer tensor units
-of compute capability 8.0 to 9.0; `kernels.integers` defines them.
+of compute capability 8.0 to 9.0; `kernels.quantized` defines them.
 
 `round_rows` rounds each group of a row once. The product takes the groups in order: integer units sum the products of
 whole numbers exactly, and the scales of the matrix and of the rows multiply the sums in float32. Launched without fused
@@ -14,9 +14,7 @@ minima; its terms are whole and below 2^18, so it is exact as well.
 import triton
 import triton.language as tl
 
-from moelight.kernels.gpu.grouped_triton import activated, place_of, rows_in_slot, store_rows
 from moelight.kernels.gpu.quantized_triton import (
-    biased,
     block_bytes,
     block_half,
     e2m1_codes,
@@ -25,7 +23,6 @@ from moelight.kernels.gpu.quantized_triton import (
     inputs,
     k_six_bits,
     loaded_scale,
-    pointer_to,
     q6_k_steps,
     repeat_rows,
     signed_bytes,
@@ -267,33 +264,19 @@ def numbers_at(x, source, x_stride, first, K: tl.constexpr):
 
 
 @triton.jit
-def group_product(
-    x,
-    x_stride,
-    sums,
-    source,
-    codes,
-    scales,
-    zeros,
-    row,
-    step,
-    rows,
-    depth,
-    groups,
-    FORM: tl.constexpr,
-    EVEN: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Group ``step`` of the rounded rows times that of the stored rows ``row``, and the latter's scale, K inputs at a
-    time: [BM, BN]."""
+def group_product(x_rows, matrix, row, step, size, FORM: tl.constexpr, HOW: tl.constexpr):
+    """Group ``step`` of the rounded rows times that of the stored rows ``row``, and the latter's scale, HOW.piece
+    inputs at a time: [BM, BN]."""
+    x, _, sums, x_stride, source = x_rows
+    codes, scales, zeros, _ = matrix
+    rows, depth, groups = size
+    G: tl.constexpr = HOW.group
+    K: tl.constexpr = HOW.piece
     first = step * G
-    known = first if EVEN else tl.minimum(first, depth - 1)  # groups behind the last one are zeros
-    exact = tl.full((BM, BN), _BIASED, dtype=tl.int32)
+    known = first if HOW.even else tl.minimum(first, depth - 1)  # groups behind the last one are zeros
+    exact = tl.full((HOW.rows, HOW.columns), _BIASED, dtype=tl.int32)
     for at in tl.static_range(0, G, K):
-        tile = FORM.by.integers(codes, zeros, row, first + at, rows, depth, groups, FORM, EVEN, K)
+        tile = FORM.by.integers(codes, zeros, row, first + at, rows, depth, groups, FORM, HOW.even, K)
         exact = tl.dot(numbers_at(x, source, x_stride, first + at, K), tile, exact, out_dtype=tl.int32)
     if FORM.zeros and FORM.bits == 8:
         sum_of_group = tl.load(sums + source * (x_stride // G) + step)
@@ -303,21 +286,14 @@ def group_product(
 
 
 @triton.jit
-def block_product(
-    x,
-    x_stride,
-    sums,
-    source,
-    codes,
-    row,
-    step,
-    depth,
-    FORM: tl.constexpr,
-    BK: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """`group_product` of a block of 256 of ggml's K formats, BK inputs at a time."""
+def block_product(x_rows, matrix, row, step, size, FORM: tl.constexpr, HOW: tl.constexpr):
+    """`group_product` of a block of 256 of ggml's K formats, HOW.depth inputs at a time."""
+    x, _, sums, x_stride, source = x_rows
+    codes, _, _, _ = matrix
+    _, depth, _ = size
+    BM: tl.constexpr = HOW.rows
+    BN: tl.constexpr = HOW.columns
+    BK: tl.constexpr = HOW.depth
     row_bytes = depth // 256 * FORM.block_bytes
     upper = tl.zeros((BM, BN), dtype=tl.int32)
     lower = tl.zeros((BM, BN), dtype=tl.int32)
@@ -344,99 +320,35 @@ def block_product(
     return value
 
 
-@triton.jit(do_not_specialize=["x_rows", "slot_count", "limit", "up_row"])
-def grouped_integers(
-    x,
-    x_scales,
-    x_sums,
-    tokens,
-    out,
-    slots,
-    table,
-    table_step,
-    x_rows,
-    x_stride,
-    depth,
-    columns,
-    rows_stored,
-    row_step,
-    up_row,
-    groups,
-    slot_count,
-    limit,
-    GATE: tl.constexpr,
-    UP: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    GATED: tl.constexpr,
-    CURVE: tl.constexpr,
-    ALPHA: tl.constexpr,
-    SHIFT: tl.constexpr,
-    LIMITED: tl.constexpr,
-    LATE: tl.constexpr,
-    GATHERED: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIASED: tl.constexpr,
-    FORM: tl.constexpr,
-    EVEN: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BY_HAND: tl.constexpr,
-    G: tl.constexpr,
-    STEP: tl.constexpr,
-    PIECE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BAND: tl.constexpr,
-):
-    """`quantized_triton.grouped_quantized` of rows that `round_rows` rounded in groups of G: x int8 [T, x_stride],
-    x_scales float32, x_sums as the format needs them. A STEP is BK inputs of some groups, PIECE at a time, or a block
-    of 256, BK at a time."""
-    slot, first = place_of(columns, slot_count, BN, BAND)
-    page = tl.load(slots + slot * 3)
-    if page < 0:
-        return
-    rows, live, source = rows_in_slot(slots, slot, tokens, x_rows, GATHERED, BM)
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps of `grouped_triton.grouped` for rows that `round_rows` rounded.
 
-    address = tl.load(table + GATE * table_step + page)
-    codes = pointer_to(table, table_step, GATE, page, CODES)
-    scales = pointer_to(table, table_step, GATE + 1, page, SCALE)
-    zeros = pointer_to(table, table_step, GATE + 2, page, CODES)
-    up_codes = pointer_to(table, table_step, UP, page, CODES)
-    up_scales = pointer_to(table, table_step, UP + 1, page, SCALE)
-    up_zeros = pointer_to(table, table_step, UP + 2, page, CODES)
-    stored = tl.minimum(first + tl.arange(0, BN), columns - 1) * row_step
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    total_up = tl.zeros((BM, BN), dtype=tl.float32)
-    for step in range(tl.cdiv(tl.where(address != 0, depth, 0), STEP)):
-        if G == 256:
-            scale = tl.load(x_scales + source * (x_stride // G) + step)[:, None]
-            total += scale * block_product(
-                x, x_stride, x_sums, source, codes, stored, step, depth, FORM, BK, BM, BN
-            )  # fmt: skip
-            if GATED:
-                total_up += scale * block_product(
-                    x, x_stride, x_sums, source, up_codes, stored + up_row, step, depth, FORM, BK, BM, BN
-                )  # fmt: skip
-        else:
-            for piece in tl.static_range(BK // G):
-                group = step * (BK // G) + piece
-                scale = tl.load(x_scales + source * (x_stride // G) + group)[:, None]
-                total += scale * group_product(
-                    x, x_stride, x_sums, source, codes, scales, zeros, stored, group, rows_stored, depth, groups,
-                    FORM, EVEN, G, PIECE, BM, BN,
-                )  # fmt: skip
-                if GATED:
-                    total_up += scale * group_product(
-                        x, x_stride, x_sums, source, up_codes, up_scales, up_zeros, stored + up_row, group, rows_stored,
-                        depth, groups, FORM, EVEN, G, PIECE, BM, BN,
-                    )  # fmt: skip
-    total *= 1.0 if ACTIVE else FACTOR
-    if BIASED:
-        total = biased(total, table, table_step, GATE + 4, page, address, stored, BIAS, BN)
+
+@triton.jit
+def block_step(
+    total, total_up, x_rows, gate, up, row, up_row, step, size,
+    FORM: tl.constexpr, HOW: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """A block of 256 inputs."""
+    _, x_scales, _, x_stride, source = x_rows
+    scale = tl.load(x_scales + source * (x_stride // 256) + step)[:, None]
+    total += scale * block_product(x_rows, gate, row, step, size, FORM, HOW)
+    if GATED:
+        total_up += scale * block_product(x_rows, up, up_row, step, size, FORM, HOW)
+    return total, total_up
+
+
+@triton.jit
+def groups_step(
+    total, total_up, x_rows, gate, up, row, up_row, step, size,
+    FORM: tl.constexpr, HOW: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """HOW.depth inputs: some groups."""
+    _, x_scales, _, x_stride, source = x_rows
+    for piece in tl.static_range(HOW.depth // HOW.group):
+        group = step * (HOW.depth // HOW.group) + piece
+        scale = tl.load(x_scales + source * (x_stride // HOW.group) + group)[:, None]
+        total += scale * group_product(x_rows, gate, row, group, size, FORM, HOW)
         if GATED:
-            total_up = biased(total_up, table, table_step, UP + 4, page, address, stored + up_row, BIAS, BN)
-    if ACTIVE:
-        total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
-    store_rows(out, total, rows, live, first, columns, BY_HAND, BN)
+            total_up += scale * group_product(x_rows, up, up_row, group, size, FORM, HOW)
+    return total, total_up

@@ -1,5 +1,5 @@
-"""Addresses of expert matrices: one table of all pages in device memory, which never changes, and beside it the page of
-each expert of a layer, which changes from pass to pass.
+"""Addresses of expert matrices for the grouped kernels: one table of all pages in device memory, which never changes,
+and beside it the page of each expert of a layer, which changes from pass to pass.
 
 The kernels read both where they run, so nothing waits for either. Whoever writes an index does so on the stream of the
 kernels that read it. Every wrong argument is a ValueError that names it.
@@ -9,47 +9,66 @@ Legend: P pages, E experts, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moelight.formats.codebook import CODEBOOKS
+from moelight.formats.format import Format
+from moelight.formats.matrix import Matrix
+from moelight.formats.plain import PLAIN_FORMATS
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, check_tensor
+from moelight.kernels.quantized import INT8, is_rounded, parts_checked
 
-PARTS = ("gate_up", "down", "gate_up_bias", "down_bias")
+MATRICES = ("gate_up", "up", "down")
+# Rows of a matrix in the table of addresses; in place of scales a format may have a codebook.
+TENSORS = ("codes", "scales", "zero points", "order", "bias")
 ALIGNMENT_BYTES = 16
+_MAX_BYTES = 2**31 - 1  # of a tensor: kernels count in 32 bits
+_PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# As which the kernels load the bytes of narrow floats.
+_LOADED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e8m0fnu: torch.uint8}
 
-Parts = Sequence[Tensor | None]
+Weights = Sequence[Matrix[Tensor] | Tensor | None]
+Biases = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Steps:
-    """Numbers from one to another in the matrices of every page: ``row`` and ``column`` of a matrix, ``up``: from a
-    gate's number to its up's; ``bias`` and ``up_bias`` the same of biases."""
+class MatrixForm:
+    """The properties shared by the matrices of all pages: its format, ``rows``, ``columns``, and the dtypes of its
+    tensors by suffix; ``bias``: that of its bias, None without one; ``transposed``: the columns of its only tensor are
+    contiguous, not the rows."""
 
-    row: int
-    column: int = 1
-    up: int = 0
-    bias: int = 1
-    up_bias: int = 0
+    stored: Format
+    rows: int
+    columns: int
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    bias: torch.dtype | None = None
+    transposed: bool = False
 
-    @property
-    def plain(self) -> bool:
-        """True if rows are contiguous, and those of up follow those of the gate."""
-        return self.column == self.bias == 1 and self.up == self.up_bias * self.row
+    def dtype_of(self, index: int) -> torch.dtype:
+        """The dtype as which kernels load the codes (0) or scales (1); that of the codes if there are none."""
+        names, dtypes = self.stored.names, dict(self.dtypes)
+        dtype = dtypes.get(names[index] if index < len(names) else "", dtypes[names[0]])
+        return _LOADED_AS.get(dtype, dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpertTable:
-    """Addresses of the matrices of P pages, of which E experts choose; the pages may change their bytes.
+    """Addresses of the matrices of P pages, of which E experts choose; the pages may change their bytes. Created by
+    `of`, which checks.
 
-    ``table`` int64 [tensors of a page, P + 1]: addresses, 0 for absent ones; the last column is the page of experts
-    without one. ``index`` int32 [E]: the page of each expert; any other number: none, because another processor
-    computes the expert. ``parts`` has for each part a tuple of P matrices, biases or None, or an empty tuple.
-    ``activation``: between gate_up and down.
+    ``table`` int64 [3 * 5, P + 1]: addresses of `TENSORS` of each of `MATRICES`, 0 for absent ones; where gate and up
+    are one matrix, up's are those of gate_up; the last column is the page of experts without one. ``index`` int32 [E]:
+    the page of each expert; any other number: none, because another processor computes the expert. ``parts`` has for
+    each matrix and bias a tuple of P, or an empty tuple. ``forms``: of gate_up and down, and of up if it is apart.
+    ``activation``: between gate_up and down. ``activations`` of (gate_up and up, down): ``int8`` where the rows that
+    they multiply are rounded (`kernels.quantized`), else ``auto``.
     """
 
     hidden: int
@@ -57,8 +76,10 @@ class ExpertTable:
     parts: dict[str, tuple[Any, ...]]
     table: Tensor
     index: Tensor
+    forms: Mapping[str, MatrixForm]
     activation: Activation = SILU
     interleaved: bool = False
+    activations: tuple[str, str] = ("auto", "auto")
 
     @property
     def experts(self) -> int:
@@ -68,6 +89,24 @@ class ExpertTable:
     def pages(self) -> int:
         return self.table.shape[1] - 1
 
+    @property
+    def floats(self) -> torch.dtype | None:
+        """The dtype of all matrices if they are stored as floats of one; else None: their values are rounded to the
+        dtype of the rows."""
+        dtypes = {form.dtype_of(0) if not form.stored.is_quantised else None for form in self.forms.values()}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    @property
+    def plain(self) -> bool:
+        """True if all matrices are floats of one dtype, rows of the gate, then of up, are one matrix, and all rows are
+        contiguous."""
+        joined = self.activation.gated and not self.interleaved and "up" not in self.forms
+        return joined and self.floats is not None and not any(form.transposed for form in self.forms.values())
+
+    def rounds(self, part: str) -> bool:
+        """True if the rows that the matrices ``part`` multiply are rounded to int8."""
+        return self.activations[part == "down"] == INT8
+
     def chosen_by(self, index: Tensor, activation: Activation | None = None) -> ExpertTable:
         """Return this table for the experts of ``index`` int32 [E], on the same device; E at least 1. The numbers are
         read when kernels run. ``activation``: of these experts, if another."""
@@ -76,160 +115,162 @@ class ExpertTable:
             raise ValueError("index: names the page of no expert")
         return replace(self, index=index, activation=activation or self.activation)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PageTable(ExpertTable):
-    """Matrices of floats. Created by `of`, which checks.
-
-    ``table``: in the order of PARTS. ``steps``: within gate_up and down.
-    """
-
-    stored: torch.dtype
-    steps: dict[str, Steps]
-
-    @property
-    def plain(self) -> bool:
-        """True if rows of the gate, then of up, are one matrix, and all rows are contiguous."""
-        return self.activation.gated and all(steps.plain for steps in self.steps.values())
-
-    @property
-    def biased(self) -> bool:
-        return bool(self.parts["gate_up_bias"])
-
-    def dtype_of(self, part: str) -> torch.dtype:
-        """Dtype of a part's tensors; float32 if there are none."""
-        return next((tensor.dtype for tensor in self.parts[part] if tensor is not None), torch.float32)
-
     @staticmethod
     def of(
-        gate_up: Parts,
-        down: Parts,
+        gate_up: Weights,
+        down: Weights,
         *,
-        up: Parts | None = None,
-        gate_up_bias: Parts | None = None,
-        up_bias: Parts | None = None,
-        down_bias: Parts | None = None,
+        up: Weights | None = None,
+        gate_up_bias: Biases | None = None,
+        up_bias: Biases | None = None,
+        down_bias: Biases | None = None,
         activation: Activation = SILU,
         interleaved: bool = False,
-    ) -> PageTable:
-        """Table of one tensor per page, at any addresses of one device, where expert e has page e; None for an expert
+        activations: str | tuple[str, str] = "auto",
+    ) -> ExpertTable:
+        """Table of one matrix per page, at any addresses of one device, where expert e has page e; None for an expert
         computed elsewhere. Waits for its copy to the device: tables are made at loading.
 
-        gate_up   [2I, H], gate rows first: float32, bfloat16 or float16
-        down      [H, I], dtype of gate_up
-        *_bias    [2I] and [H]: float32, bfloat16 or float16
-        up, up_bias, interleaved  as in `cpu_expert_ffn`; up as far behind its gate in every page
+        gate_up   [2I, H], gate rows first; [I, H] with ``up``, or without a gate. `Matrix[Tensor]`, all in one format;
+                  or tensors of floats in one dtype, contiguous or transposes of what is
+        up, down  the same, [I, H] in the format of gate_up and [H, I]
+        *_bias    of as many numbers as rows: float32, bfloat16 or float16
+        interleaved, activations  as in `cpu_expert_ffn`; columns of GPTQ are then in the order of their groups,
+                  unchecked
 
-        Contiguous, or transposes of what is; matrices begin at multiples of 16 bytes.
+        Tensors begin at multiples of 16 bytes.
         """
-        lists = (gate_up, down, gate_up_bias, down_bias)
-        parts = {name: _tuple(name, tensors) for name, tensors in zip(PARTS, lists, strict=True)}
-        others = {"up": _tuple("up", up), "up_bias": _tuple("up_bias", up_bias)}
-        first = next((tensor for tensor in parts["gate_up"] if tensor is not None), None)
-        if first is None:
-            raise ValueError("gate_up: no expert has weights")
-        check_tensor("gate_up", _upright(first), FLOATS, (None, None), device=None, gap=False)
-        halves = 2 if activation.gated and up is None else 1
-        hidden, width = first.shape[1], first.shape[0] // halves
-        if first.shape[0] % halves or not first.numel():
-            raise ValueError(f"gate_up: must have shape [2I, inputs], has {list(first.shape)}")
-        _check_presence(parts)
-        sizes = {"gate_up": (halves * width, hidden), "down": (hidden, width)}
-        steps = {name: _steps_of(name, parts, size, first) for name, size in sizes.items()}
-        if activation.gated:
-            steps["gate_up"] = _steps_to_up(steps["gate_up"], parts | others, width, first, interleaved=interleaved)
-        addresses = [[*(map(_address, tensors) if tensors else [0] * len(gate_up)), 0] for tensors in parts.values()]
-        return PageTable(
-            hidden=hidden,
+        weights = {"gate_up": gate_up, "down": down} | ({} if up is None else {"up": up})
+        biases = {"gate_up": gate_up_bias or (), "up": up_bias or (), "down": down_bias or ()}
+        matrices = {name: _matrices(name, tensors) for name, tensors in weights.items()}
+        biased = any(biases.values())
+        gates = [matrix is not None for matrix in matrices["gate_up"]]
+        forms = {name: _form(name, matrices[name], biases[name], gates, biased) for name in matrices}
+        sides = (activations, activations) if isinstance(activations, str) else activations
+        width = _check_forms(forms, activation, sides)
+        device = next(iter(next(matrix for matrix in matrices["gate_up"] if matrix).tensors.values())).device
+        addresses = {name: _addresses(matrices[name], biases[name]) for name in forms}
+        rows = [row for name in MATRICES for row in addresses.get(name, addresses["gate_up"])]
+        parts: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in weights.items()}
+        return ExpertTable(
+            hidden=forms["gate_up"].columns,
             width=width,
-            stored=first.dtype,
-            parts=parts | {name: tensors for name, tensors in others.items() if tensors},
-            steps=steps,
+            parts=parts | {f"{name}_bias": tuple(values) for name, values in biases.items()},
+            table=torch.tensor(rows, dtype=torch.int64).to(device),
+            index=torch.arange(len(gate_up), dtype=torch.int32, device=device),
+            forms=forms,
             activation=activation,
             interleaved=interleaved,
-            table=torch.tensor(addresses, dtype=torch.int64).to(first.device),
-            index=torch.arange(len(gate_up), dtype=torch.int32, device=first.device),
+            activations=sides,
         )
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _check_forms(forms: Mapping[str, MatrixForm], activation: Activation, sides: tuple[str, str]) -> int:
+    """Check that matrices of these forms are those of an expert; return its width."""
+    first, down = forms["gate_up"], forms["down"]
+    if forms.get("up", first) != first:
+        raise ValueError("up: must be stored as gate_up is")
+    for name, rounded in zip(("gate_up", "down"), sides, strict=True):
+        if (reason := forms[name].stored.int8_reason if is_rounded(rounded) else None) is not None:
+            raise ValueError(f"{name}: {reason}")
+        if forms[name].stored.unpacker is None:
+            raise ValueError(f"{name}: is {forms[name].stored.cpu_reason}")
+    halves = 2 if activation.gated and "up" not in forms else 1
+    if first.rows % halves or not first.rows * first.columns:
+        raise ValueError(f"gate_up: must have shape [2I, inputs], has [{first.rows}, {first.columns}]")
+    hidden, width = first.columns, first.rows // halves
+    if (down.rows, down.columns) != (hidden, width):
+        raise ValueError(f"down: must have shape [{hidden}, {width}], has [{down.rows}, {down.columns}]")
+    if not first.stored.is_quantised and not down.stored.is_quantised and first.dtype_of(0) != down.dtype_of(0):
+        raise ValueError(f"down: must have the dtype of gate_up, {first.stored.name}, has {down.stored.name}")
+    return width
 
 
-def _steps_of(name: str, parts: dict[str, tuple[Tensor | None, ...]], size: tuple[int, int], first: Tensor) -> Steps:
-    """Check the matrices ``name`` of ``size`` and their biases."""
-    rows, inputs = size
-    _check_tensors(name, parts[name], size, first, matrix=True)
-    _check_tensors(f"{name}_bias", parts[f"{name}_bias"], (rows,), first)
-    transposed = {_upright(tensor) is not tensor for tensor in parts[name] if tensor is not None}
-    if len(transposed) > 1:
-        raise ValueError(f"{name}: its tensors must lie one way: rows contiguous, or columns")
-    return Steps(row=1, column=rows) if True in transposed else Steps(row=inputs)
+def _matrices(name: str, weights: Any) -> list[Matrix[Tensor] | None]:
+    """``weights``, floats as matrices of a plain format; all checked."""
+    if not isinstance(weights, (list, tuple)):
+        raise ValueError(f"{name}: must be a list of matrices, is {type(weights).__name__}")
+    return [None if weight is None else _matrix(f"{name}: entry {e}", weight) for e, weight in enumerate(weights)]
 
 
-def _upright(matrix: object) -> object:
+def _matrix(name: str, weight: Any) -> Matrix[Tensor]:
+    if isinstance(weight, Tensor):
+        check_tensor(name, _upright(weight), FLOATS, (None, None), device=None, gap=False)
+        stored, (rows, columns) = PLAIN_FORMATS[_PLAIN[weight.dtype]], weight.shape
+        matrix = Matrix(stored=stored, rows=rows, columns=columns, tensors={stored.names[0]: weight})
+    elif isinstance(weight, Matrix):
+        matrix = parts_checked(name, weight, None)
+    else:
+        raise ValueError(f"{name} must be a matrix, is {type(weight).__name__}")
+    for part, tensor in matrix.tensors.items():
+        if tensor.data_ptr() % ALIGNMENT_BYTES or tensor.nbytes > _MAX_BYTES:
+            raise ValueError(
+                f"{name}: {part} must begin at a multiple of {ALIGNMENT_BYTES} bytes, and have at most {_MAX_BYTES} of "
+                "them"
+            )
+    return matrix
+
+
+def _upright(matrix: Tensor) -> Tensor:
     """``matrix``, or its transpose where that is what is contiguous."""
-    if not isinstance(matrix, Tensor):
-        return matrix
-    transposed = matrix.ndim == 2 and matrix.shape[1] > 1 and matrix.stride(0) == 1
-    return matrix.t() if transposed and matrix.stride(1) != 1 else matrix
+    transposed = matrix.ndim == 2 and matrix.shape[1] > 1 and matrix.stride(0) == 1 != matrix.stride(1)
+    return matrix.t() if transposed else matrix
 
 
-def _steps_to_up(
-    steps: Steps, parts: dict[str, tuple[Tensor | None, ...]], width: int, first: Tensor, *, interleaved: bool
-) -> Steps:
-    """``steps`` of the gate, with those to up: interleaved, after the gate's ``width`` rows, or as far as ``up`` is."""
-    if not parts["up"]:
-        if interleaved:
-            return Steps(row=2 * steps.row, column=steps.column, up=steps.row, bias=2, up_bias=1)
-        return replace(steps, up=width * steps.row, up_bias=width)
-    shape = (width, first.shape[1])
-    _check_tensors("up", parts["up"], shape, first, matrix=True)
-    distances = [_distances("up", parts["gate_up"], parts["up"]), {0}]
-    if parts["gate_up_bias"]:
-        _check_tensors("up_bias", parts["up_bias"], shape[:1], first)
-        distances[1] = _distances("up_bias", parts["gate_up_bias"], parts["up_bias"])
-    if any(len(values) > 1 for values in distances):
-        raise ValueError("up: must be as far behind gate_up in every page")
-    return replace(steps, up=distances[0].pop(), up_bias=distances[1].pop())
+def _form(
+    name: str, matrices: Sequence[Matrix[Tensor] | None], biases: Biases, gates: Sequence[bool], biased: bool
+) -> MatrixForm:
+    """The form that all ``matrices`` have, which are there where ``gates`` are."""
+    pages = len(gates)
+    if [matrix is not None for matrix in matrices] != list(gates):
+        raise ValueError(f"{name}: must have {pages} entries, each there where that of gate_up is, and only there")
+    if len(biases) != (pages if biased else 0):
+        raise ValueError(f"{name}_bias: must have {pages} entries, as all matrices have biases or none")
+    forms = set()
+    for e, (matrix, bias) in enumerate(zip(matrices, biases or [None] * pages, strict=True)):
+        if biased and (matrix is None) != (bias is None):
+            raise ValueError(f"{name}_bias: entry {e} must be there where its matrix is, and only there")
+        if matrix is None:
+            continue
+        if bias is not None:
+            check_tensor(f"{name}_bias: entry {e}", bias, FLOATS, (matrix.rows,), device=None, gap=False)
+        dtypes = tuple((part, tensor.dtype) for part, tensor in matrix.tensors.items() if part in matrix.stored.names)
+        first = matrix.tensors[matrix.stored.names[0]]
+        form = MatrixForm(
+            stored=matrix.stored,
+            rows=matrix.rows,
+            columns=matrix.columns,
+            dtypes=dtypes,
+            bias=None if bias is None else bias.dtype,
+            transposed=_upright(first) is not first,
+        )
+        forms.add(form)
+    if len(forms) != 1:
+        raise ValueError(f"{name}: must be of one format, size and order, and some page must have it")
+    return forms.pop()
 
 
-def _distances(name: str, gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> set[int]:
-    """Numbers from each gate to its up."""
-    if len(gates) != len(ups) or any((gate is None) != (up is None) for gate, up in zip(gates, ups, strict=True)):
-        raise ValueError(f"{name}: must have the entries of the gate")
-    pairs = ((gate, up) for gate, up in zip(gates, ups, strict=True) if gate is not None and up is not None)
-    return {(up.data_ptr() - gate.data_ptr()) // up.element_size() for gate, up in pairs}
+def _addresses(matrices: Sequence[Matrix[Tensor] | None], biases: Biases) -> list[list[int]]:
+    """Return the addresses of `TENSORS`, one per page; 0 for a missing tensor."""
+
+    def at(find: Callable[[Matrix[Tensor]], Tensor | None]) -> list[int]:
+        tensors = (None if matrix is None else find(matrix) for matrix in matrices)
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [0]
+
+    def tensor_of(matrix: Matrix[Tensor], index: int) -> Tensor | None:
+        names, codes = matrix.stored.names, matrix.tensors[matrix.stored.names[0]]
+        if index == 1 and matrix.stored.codebook:
+            return points_on(codes.device, matrix.stored.codebook)
+        return matrix.tensors.get(names[index] if index < len(names) else "")
+
+    def part(index: int) -> list[int]:
+        return at(lambda matrix: tensor_of(matrix, index))
+
+    bias = [0 if tensor is None else tensor.data_ptr() for tensor in biases or [None] * len(matrices)]
+    return [*(part(index) for index in range(4)), [*bias, 0]]
 
 
-def _tuple(name: str, tensors: object) -> tuple[Tensor | None, ...]:
-    if tensors is None and name not in {"gate_up", "down"}:
-        return ()
-    if not isinstance(tensors, (list, tuple)):
-        raise ValueError(f"{name}: must be a list of tensors, is {type(tensors).__name__}")
-    return tuple(tensors)
-
-
-def _check_presence(parts: dict[str, tuple[Tensor | None, ...]]) -> None:
-    gate_up = parts["gate_up"]
-    for name, tensors in parts.items():
-        needed = name in {"gate_up", "down"} or bool(parts["gate_up_bias"] or parts["down_bias"])
-        if needed and len(tensors) != len(gate_up):
-            raise ValueError(f"{name}: must have {len(gate_up)} entries, one for each of gate_up, has {len(tensors)}")
-        for e, (tensor, other) in enumerate(zip(tensors, gate_up, strict=True) if tensors else ()):
-            if (tensor is None) != (other is None):
-                raise ValueError(f"{name}: entry {e} must be there where gate_up's is, and only there")
-
-
-def _check_tensors(
-    name: str, tensors: Sequence[Tensor | None], shape: tuple[int, ...], like: Tensor, *, matrix: bool = False
-) -> None:
-    dtypes = (like.dtype,) if matrix else FLOATS
-    for e, tensor in enumerate(tensors):
-        if tensor is not None:
-            upright = _upright(tensor) if matrix else tensor
-            sizes = shape if upright is tensor else shape[::-1]
-            check_tensor(f"{name}: entry {e}", upright, dtypes, sizes, device=like.device, gap=False)
-            dtypes = (tensor.dtype,)
-            if matrix and tensor.data_ptr() % ALIGNMENT_BYTES:
-                raise ValueError(f"{name}: entry {e} must begin at a multiple of {ALIGNMENT_BYTES} bytes")
+@cache
+def points_on(device: torch.device, codebook: str) -> Tensor:
+    """The points of ``codebook``, int8 [indices, values of a point], in the memory of ``device``: once a process."""
+    return torch.tensor(CODEBOOKS[codebook].points(), dtype=torch.int8).to(device)

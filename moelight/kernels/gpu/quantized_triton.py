@@ -1,23 +1,16 @@
-"""Experts whose matrices are quantised, in Triton, for compute capability 7.5 and later: the numbers of a tile of any
-stored format, from the stored bytes, and the grouped product over such tiles.
+"""Values of a tile of a stored matrix in Triton, from the stored bytes: the unpackers of all formats, for compute
+capability 7.5 and later.
 
 Each unpacker gives the tile [K, N] float32 of K inputs, from ``first`` on, of the N stored rows ``row``, as
 `kernels.quantized` defines them: the same operations in float32, so the same bits; what a sum is fused with is a
 product of few bits, exact. K and N are powers of two, and K at least 32. Values that several inputs share are loaded
 once and repeated in registers. Inputs beyond the last one repeat it (or others of its word), which is in memory, and
 finite wherever the matrix is. No conversion of a narrow float is needed: E4M3, E2M1 and E8M0 are put together from
-their bits, on every card alike. Forms are passed whole: Triton 3.6 passes no attribute that is text.
-
-The product is `grouped_triton.grouped` over these tiles, each number rounded to the dtype of the rows, so that results
-are those of the numbers but for the order in which a tensor unit adds up the inputs of a step. A tile is unpacked once
-for a block of rows; the height of the blocks grows with the rows of an expert (`tiles.choose`), and so does what an
-unpacking serves.
+their bits, on every card alike.
 """
 
 import triton
 import triton.language as tl
-
-from moelight.kernels.gpu.grouped_triton import activated, place_of, rounded, rows_at, rows_in_slot, store_rows
 
 
 def _four(*values: int) -> tl.constexpr:
@@ -401,7 +394,7 @@ def tq2_0(blocks, row, k, g, row_bytes, FORM: tl.constexpr):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Blocks of ggml whose codes are indices of a codebook. Its points (`gpu.quantized.points_on`) are in memory, a word for
+# Blocks of ggml whose codes are indices of a codebook. Its points (`gpu.pages.points_on`) are in memory, a word for
 # four values: every fourth input loads the word that it begins, every eighth a byte of signs.
 
 
@@ -592,7 +585,7 @@ def awq_zeros(zeros, row, group, rows, groups, FORM: tl.constexpr):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Unpackers, one a layout: inputs ``first`` to ``first`` + K of the stored ``row`` [N] of a matrix [rows, depth], as
-# float32 [K, N]; FORM: a `gpu.quantized.TileForm`, whose functions (`gpu.unpackers`) are those of its format.
+# float32 [K, N]; FORM: a `gpu.programs.TileForm`, whose functions (`gpu.unpackers`) are those of its format.
 
 
 @triton.jit
@@ -600,9 +593,13 @@ def plain_tile(
     codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Floats as they are."""
-    k = inputs(first, depth, EVEN, K, 1)
-    return tl.load(codes + row[None, :] * depth + k[:, None]).to(tl.float32)
+    """Floats as they are, in their dtype; zeros beyond the last input."""
+    k = first + tl.arange(0, K)
+    if FORM.transposed:
+        pointers = codes + row[None, :] + k[:, None] * rows
+    else:
+        pointers = codes + row[None, :] * depth + k[:, None]
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=(k < depth)[:, None], other=0)
 
 
 @triton.jit
@@ -675,137 +672,3 @@ def mxfp4_tile(
     code = e2m1(e2m1_codes(codes, row, first, depth, EVEN, K))
     place = FORM.by.place(row, groups_of(order, first, depth, groups, FORM, EVEN, K), rows, groups, FORM)
     return code * repeat_rows(loaded_scale(scales + place, FORM.exponent), FORM.shared)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The product.
-
-
-@triton.jit
-def pointer_to(table, table_step, part, page, DTYPE: tl.constexpr):
-    """The tensor of row ``part`` of the table of addresses, of ``page``."""
-    return tl.multiple_of(tl.load(table + part * table_step + page).to(tl.pointer_type(DTYPE)), 16)
-
-
-@triton.jit
-def biased(total, table, table_step, part, page, address, stored, BIAS: tl.constexpr, BN: tl.constexpr):
-    """total [BM, BN] and the biases ``stored`` [BN] of row ``part`` of the table; none without an ``address``."""
-    there = (tl.zeros((BN,), dtype=tl.int64) + address) != 0
-    bias = pointer_to(table, table_step, part, page, BIAS)
-    return total + tl.load(bias + stored, mask=there, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def unpacked_product(
-    total,
-    a,
-    codes,
-    scales,
-    zeros,
-    order,
-    row,
-    first,
-    rows,
-    depth,
-    groups,
-    FORM: tl.constexpr,
-    EVEN: tl.constexpr,
-    NUMBER: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BY_HAND: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """total [BM, BN] + a [BM, BK] times the stored rows ``row`` [BN], inputs ``first`` on, rounded to NUMBER."""
-    tile = FORM.by.unpack(codes, scales, zeros, order, row, first, rows, depth, groups, FORM, EVEN, BK)
-    return tl.dot(a, rounded(tile, NUMBER, BY_HAND).to(PRODUCT), total, input_precision=PRECISION)
-
-
-@triton.jit(do_not_specialize=["x_rows", "slot_count", "limit", "up_row"])
-def grouped_quantized(
-    x,
-    tokens,
-    out,
-    slots,
-    table,
-    table_step,
-    x_rows,
-    x_stride,
-    depth,
-    columns,
-    rows_stored,
-    row_step,
-    up_row,
-    groups,
-    slot_count,
-    limit,
-    GATE: tl.constexpr,
-    UP: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    GATED: tl.constexpr,
-    CURVE: tl.constexpr,
-    ALPHA: tl.constexpr,
-    SHIFT: tl.constexpr,
-    LIMITED: tl.constexpr,
-    LATE: tl.constexpr,
-    GATHERED: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIASED: tl.constexpr,
-    FORM: tl.constexpr,
-    EVEN: tl.constexpr,
-    NUMBER: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BY_HAND: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BAND: tl.constexpr,
-):
-    """out [R, columns] = rows of x times the matrix of their expert, through the activation where ACTIVE.
-
-    table: int64 addresses, a row for each tensor of a page (`gpu.quantized.TENSORS`) and a column for each page; those
-    of the matrix begin at row GATE, those of its up at row UP; 0 for an expert that is computed elsewhere, whose rows
-    are zeros. Output c is the stored row c * row_step, of up the one up_row behind it. All else as in
-    `grouped_triton.grouped`, and the format as an unpacker has it.
-    """
-    slot, first = place_of(columns, slot_count, BN, BAND)
-    page = tl.load(slots + slot * 3)
-    if page < 0:
-        return
-    rows, live, source = rows_in_slot(slots, slot, tokens, x_rows, GATHERED, BM)
-
-    address = tl.load(table + GATE * table_step + page)
-    codes = pointer_to(table, table_step, GATE, page, CODES)
-    scales = pointer_to(table, table_step, GATE + 1, page, SCALE)
-    zeros = pointer_to(table, table_step, GATE + 2, page, CODES)
-    order = pointer_to(table, table_step, GATE + 3, page, tl.int32)
-    up_codes = pointer_to(table, table_step, UP, page, CODES)
-    up_scales = pointer_to(table, table_step, UP + 1, page, SCALE)
-    up_zeros = pointer_to(table, table_step, UP + 2, page, CODES)
-    up_order = pointer_to(table, table_step, UP + 3, page, tl.int32)
-    stored = tl.minimum(first + tl.arange(0, BN), columns - 1) * row_step
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    total_up = tl.zeros((BM, BN), dtype=tl.float32)
-    for step in range(tl.cdiv(tl.where(address != 0, depth, 0), BK)):
-        a = rows_at(x, source, x_stride, step, depth, EVEN, PRODUCT, BK)
-        total = unpacked_product(
-            total, a, codes, scales, zeros, order, stored, step * BK, rows_stored, depth, groups,
-            FORM, EVEN, NUMBER, PRODUCT, PRECISION, BY_HAND, BK,
-        )  # fmt: skip
-        if GATED:
-            total_up = unpacked_product(
-                total_up, a, up_codes, up_scales, up_zeros, up_order, stored + up_row, step * BK, rows_stored, depth,
-                groups, FORM, EVEN, NUMBER, PRODUCT, PRECISION, BY_HAND, BK,
-            )  # fmt: skip
-    total *= 1.0 if ACTIVE else FACTOR
-    if BIASED:
-        total = biased(total, table, table_step, GATE + 4, page, address, stored, BIAS, BN)
-        if GATED:
-            total_up = biased(total_up, table, table_step, UP + 4, page, address, stored + up_row, BIAS, BN)
-    if ACTIVE:
-        total = activated(total, total_up, limit, CURVE, ALPHA, SHIFT, LIMITED, LATE, GATED) * FACTOR
-    store_rows(out, total, rows, live, first, columns, BY_HAND, BN)

@@ -199,26 +199,10 @@ def turned(one, other, cos, sin, DTYPE: tl.constexpr, BY_HAND: tl.constexpr):
 
 @triton.jit
 def finish_heads(
-    qkv,
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    heads,
-    q_heads,
-    rotated,
-    size,
-    stride,
-    rope_stride,
-    clip,
-    eps,
-    CLIP: tl.constexpr,
-    NORM: tl.constexpr,
-    MIXED: tl.constexpr,
-    BY_HAND: tl.constexpr,
-    BH: tl.constexpr,
+    qkv, cos, sin, q_norm, k_norm, heads, q_heads, rotated, size, stride, rope_stride, clip, eps,
+    CLIP: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BY_HAND: tl.constexpr, BH: tl.constexpr,
     PADDED: tl.constexpr,
-):
+):  # fmt: skip
     """Clip ``heads`` heads of a token of ``qkv``, norm and rotate the first ``rotated``, of which q_heads are queries.
 
     In place; BH heads at a time. PADDED: half the head ``size``, rounded up; the second half of cos and sin repeats the
