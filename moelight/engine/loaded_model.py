@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -141,10 +141,8 @@ class LoadedModel:
         if source.graph is not None:
             return source.graph.decoder(self.profile, arena, dtype, paged)
         keeps_stored = costs.keeps_stored(self.profile, self.dtype, discrete=policy.discrete)
-        self.weights = load_dense(
-            source.weight_map, self.profile, arena, dtype, as_stored=keeps_stored, activations=activations
-        )
-        return partial(NativeDecoder, self.profile, self.weights, paged=paged)
+        self.weights = load_dense(source.weight_map, self.profile, arena, dtype, as_stored=keeps_stored)
+        return partial(NativeDecoder, self.profile, self.weights, paged=paged, activations=activations)
 
     def _page_store(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
         profile, fast_tier = self.profile, self.placement.fast_tier
@@ -172,10 +170,8 @@ class LoadedModel:
         kinds, layouts = dict[tuple[object, ...], int](), self._experts.ids_by_layer
         assert self.weights is not None, "a module graph is not warmed up"
         for layer, (moe, layer_weights) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
-            tensors = (getattr(layer_weights, field.name) for field in fields(layer_weights))
-            dtypes = (None if tensor is None else tensor.dtype for tensor in tensors)
             kind = frozenset(layouts.get(layer, ())), layer in self._reader.wide_layers
-            kinds.setdefault((moe, kind, *dtypes), layer)
+            kinds.setdefault((moe, kind, *layer_weights.types), layer)
         return list(kinds.values())
 
     def _warm_up(self, policy: Policy, lane: LaneRunner, layers: Collection[int]) -> Ticket:

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moelight.formats.matrix import Matrix
 from moelight.hrm.costs import EXPERT_ROWS, ExpertWorkspace
 from moelight.hrm.footprint import SLAB_BYTES
 from moelight.kernels import native
 from moelight.kernels.activations import SHRINK
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
-from moelight.kernels.quantized import StackedMatrix
+from moelight.kernels.quantized import INT8, Stack, floats_of, no_integers
 
 _STEPS = ((4, 1), (64, 4), (256, 8), (1024, 16))
 _COARSEST = 32
@@ -50,10 +51,29 @@ def parts(first: int, count: int) -> Iterator[tuple[int, int]]:
         yield start, min(EXPERT_ROWS, first + count - start)
 
 
-def linear(x: Tensor, weight: Tensor | StackedMatrix, bias: Tensor | None = None) -> Tensor:
+def linear_stacked(x: Tensor, stack: Stack, bias: Tensor | None = None, *, activations: str = "auto") -> Tensor:
+    """`linear` of all rows of ``stack``; of quantised matrices, on the CPU, each with ``activations`` where it has
+    integers."""
+    if (floats := floats_of(stack)) is not None:
+        return linear(x, floats, bias)
+    out = RESULTS.empty((x.shape[0], sum(matrix.rows for matrix in stack)), x.dtype)
+    first = 0
+    for matrix in stack:
+        rows = slice(first, first + matrix.rows)
+        some = None if bias is None else bias[rows]
+        cpu_linear(x, matrix, some, activations=served(activations, matrix), out=out[:, rows])
+        first += matrix.rows
+    return out
+
+
+def served(activations: str, *matrices: Matrix[Tensor]) -> str:
+    """``activations``, or auto where one of ``matrices`` has no integers in the order of its columns."""
+    rounds = activations == INT8 and all(no_integers(matrix) is None for matrix in matrices)
+    return activations if rounds else "auto"
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [R, in], weight [out, in], bias [out] -> [R, out] in x's dtype; float32 if the weights are of another."""
-    if isinstance(weight, StackedMatrix):
-        return _linear_stacked(x, weight, bias)
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         if native.on_cpu(x) and native.available():
             return cpu_linear(x.float(), weight, None if bias is None else bias.float())
@@ -66,17 +86,6 @@ def linear(x: Tensor, weight: Tensor | StackedMatrix, bias: Tensor | None = None
         wide[:rows] = x
         return linear(wide, weight, bias)[:rows]
     return _linear_widened(x, weight, bias, x.dtype) if _widens(x) else functional.linear(x, weight, bias)
-
-
-def _linear_stacked(x: Tensor, weight: StackedMatrix, bias: Tensor | None) -> Tensor:
-    out = RESULTS.empty((x.shape[0], weight.shape[0]), x.dtype)
-    first = 0
-    for part, activations in zip(weight.parts, weight.activations, strict=True):
-        rows = slice(first, first + part.rows)
-        some = None if bias is None else bias[rows]
-        cpu_linear(x, part, some, activations=activations, out=out[:, rows])
-        first += part.rows
-    return out
 
 
 def _linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -124,15 +133,12 @@ class Workspace:
         return _front(self._narrow, rows, columns, dtype)
 
 
-def feed_forward_stored(x: Tensor, gate_up: Tensor | StackedMatrix, down: Tensor | StackedMatrix) -> Tensor:
-    """`feed_forward` on the CPU by matrices of which at least one is kept as stored; gate and up are parts then."""
-    gate, *up = gate_up.parts if isinstance(gate_up, StackedMatrix) else (gate_up,)
-    (narrow,) = down.parts if isinstance(down, StackedMatrix) else (down,)
-    inward, outward = (
-        weight.activations[0] if isinstance(weight, StackedMatrix) else "auto" for weight in (gate_up, down)
-    )
+def feed_forward_stacked(x: Tensor, gate_up: Stack, down: Stack, *, activations: str = "auto") -> Tensor:
+    """`feed_forward` on the CPU by stacks of which at least one is quantised; gate and up are matrices of one then."""
+    (gate, *up), (narrow,) = gate_up, down
+    sides = served(activations, *gate_up), served(activations, narrow)
     offsets = torch.tensor((0, x.shape[0]), dtype=torch.int32)
-    return cpu_expert_ffn(x, (gate,), (narrow,), offsets, up=up or None, activations=(inward, outward))
+    return cpu_expert_ffn(x, (gate,), (narrow,), offsets, up=up or None, activations=sides)
 
 
 def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace, *, wide: bool = False) -> Tensor:

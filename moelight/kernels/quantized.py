@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -40,6 +39,7 @@ from moelight.kernels.reference import gate_and_up
 
 Weight: TypeAlias = Tensor | Matrix[Tensor]
 Weights: TypeAlias = Sequence[Weight | None]
+Stack: TypeAlias = tuple[Matrix[Tensor], ...]  # below one another: all quantised, or one of floats
 _PLAIN = {to: PLAIN_FORMATS[name] for to, name in zip(FLOATS, ("F32", "BF16", "F16"), strict=True)}
 _VALUES = ".weight"  # of `PlainFormat`
 INT8 = "int8"
@@ -47,25 +47,28 @@ ACTIVATIONS = ("auto", INT8)
 _LEAST_MAGNITUDE = 1e-30  # below it, a group of a token is zero
 
 
-@dataclass(frozen=True, slots=True)
-class StackedMatrix:
-    """Quantised matrices ``parts`` below one another, each multiplied by its own ``activations`` (`integers`)."""
+def stack_of(tensor: Tensor) -> Stack:
+    """``tensor`` [R, C] of floats, on any device, as a stack of one matrix."""
+    rows, columns = tensor.shape
+    return (Matrix(stored=_PLAIN[tensor.dtype], rows=rows, columns=columns, tensors={_VALUES: tensor}),)
 
-    parts: tuple[Matrix[Tensor], ...]
-    activations: tuple[str, ...]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return sum(part.rows for part in self.parts), self.parts[0].columns
+def floats_of(stack: Stack) -> Tensor | None:
+    """The tensor of `stack_of`; None for quantised matrices."""
+    return None if stack[0].stored.is_quantised else dense_values(stack[0], torch.float32)
 
-    def rows(self, places: Tensor, out: Tensor) -> Tensor:
-        """The numbers of rows ``places`` (int64 [n]) of its only part, whose stored rows are by themselves -> ``out``
-        [n, C]."""
-        (stacked,) = self.parts
-        steps = {suffix: stacked.stored.rows_of_line(suffix) for suffix in stacked.tensors}
-        chosen = {suffix: part[places] if steps[suffix] else part for suffix, part in stacked.tensors.items()}
-        some = Matrix(stored=stacked.stored, rows=len(places), columns=stacked.columns, tensors=chosen)
-        return cpu_dequantize(some, out.dtype, out=out)
+
+def stacked_rows(stack: Stack, indices: Tensor, out: Tensor) -> Tensor:
+    """Values of the rows ``indices`` (int64 [n]) of ``stack``, of one matrix whose stored rows are by themselves ->
+    ``out`` [n, C]."""
+    (matrix,) = stack
+    if (floats := floats_of(stack)) is not None:
+        same = floats.dtype == out.dtype
+        return torch.index_select(floats, 0, indices, out=out) if same else out.copy_(floats[indices])
+    steps = {suffix: matrix.stored.rows_of_line(suffix) for suffix in matrix.tensors}
+    chosen = {suffix: part[indices] if steps[suffix] else part for suffix, part in matrix.tensors.items()}
+    some = Matrix(stored=matrix.stored, rows=len(indices), columns=matrix.columns, tensors=chosen)
+    return cpu_dequantize(some, out.dtype, out=out)
 
 
 def as_matrix(name: str, weight: object) -> Matrix[Tensor]:
@@ -74,8 +77,7 @@ def as_matrix(name: str, weight: object) -> Matrix[Tensor]:
         return weight
     tensor = arguments.check_dense(name, weight)
     check_tensor(name, upright(tensor), FLOATS, (None, None))
-    rows, columns = tensor.shape
-    return Matrix(stored=_PLAIN[tensor.dtype], rows=rows, columns=columns, tensors={_VALUES: tensor})
+    return stack_of(tensor)[0]
 
 
 def upright(tensor: Tensor) -> Tensor:

@@ -22,13 +22,21 @@ from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.gpu import serving
 from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer, PagedCache, decode_layers
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
-from moelight.kernels.products import Workspace, feed_forward, feed_forward_stored, linear, parts, rows_computed
-from moelight.kernels.quantized import StackedMatrix
+from moelight.kernels.products import (
+    Workspace,
+    feed_forward,
+    feed_forward_stacked,
+    linear,
+    linear_stacked,
+    parts,
+    rows_computed,
+)
+from moelight.kernels.quantized import Stack, floats_of, stacked_rows
 from moelight.models.expert import GATED_SILU, LayerExperts
 from moelight.models.moe import Experts, Routed, moe_forward, route_tokens
 from moelight.models.pages import PagedExperts
 from moelight.profiles.model import AttentionSpec, ModelProfile
-from moelight.weights.load import ModelWeights, Weight
+from moelight.weights.load import ModelWeights
 
 Running = Any  # of the model's own type; where CUDA graphs serve, tensors [T, ...]
 Watch = Callable[[int, Routed], None]  # called with a layer and its routing
@@ -198,8 +206,17 @@ class NativeDecoder:
     predicts = True
     sinks: Mapping[int, Tensor] = MappingProxyType({})
 
-    def __init__(self, model: ModelProfile, weights: ModelWeights, space: Workspace, *, paged: PagedExperts) -> None:
-        self.model, self.paged = model, paged
+    def __init__(
+        self,
+        model: ModelProfile,
+        weights: ModelWeights,
+        space: Workspace,
+        *,
+        paged: PagedExperts,
+        activations: str = "auto",
+    ) -> None:
+        """``activations``: those that products with quantised matrices outside the experts take, as `Policy` says."""
+        self.model, self.paged, self._activations = model, paged, activations
         self.weights = weights
         self.space = space
         self.dtype = space.inputs.dtype
@@ -214,12 +231,7 @@ class NativeDecoder:
 
     def begin(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, rows: Sequence[Rows]) -> Running:  # noqa: ARG002
         """Embed ``token_ids`` int64 [T] into ``hidden`` [T, H]; returns the rotation at ``positions`` int64 [T]."""
-        if isinstance(self.weights.embed, StackedMatrix):
-            self.weights.embed.rows(token_ids, out=hidden)
-        elif self.weights.embed.dtype == hidden.dtype:
-            torch.index_select(self.weights.embed, 0, token_ids, out=hidden)
-        else:
-            hidden.copy_(self.weights.embed[token_ids])
+        stacked_rows(self.weights.embed, token_ids, hidden)
         return rotation(self.model.attention, positions, self.dtype)
 
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
@@ -227,7 +239,8 @@ class NativeDecoder:
         spec, weights, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
         if layer in self._small and len(hidden) <= MOST_TOKENS:
             return (self._small[layer].before_attention(hidden, *running),)
-        qkv = linear(self._norm(hidden, weights.input_norm, enters=layer), weights.qkv, weights.qkv_bias).to(self.dtype)
+        x = self._norm(hidden, weights.input_norm, enters=layer)
+        qkv = self._linear(x, weights.qkv, weights.qkv_bias).to(self.dtype)
         norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
         if norms is not None and spec.qk_norm == "projection":
             for part, weight in zip(qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1), norms, strict=False):
@@ -311,9 +324,9 @@ class NativeDecoder:
         """hidden [S, H] -> float32 [S, V]; by torch on a CPU in chunks of the head's rows, which bounds the size of
         repacked copies."""
         x = self._norm(hidden, self.weights.final_norm, enters=self.model.num_layers)
-        head = self.weights.head
-        if isinstance(head, StackedMatrix) or native.available() or not native.on_cpu(x):
-            return linear(x, head).float()
+        head = floats_of(self.weights.head)
+        if head is None or native.available() or not native.on_cpu(x):
+            return self._linear(x, self.weights.head).float()
         rows = max(1, HEAD_CHUNK_BYTES // (head.shape[1] * head.element_size()))
         out = torch.empty((x.shape[0], head.shape[0]), dtype=torch.float32, device=x.device)
         for first in range(0, head.shape[0], rows):
@@ -325,12 +338,13 @@ class NativeDecoder:
         layer_weights, spec, router = self.weights.layers[layer], self.model.attention, self.model.router
         if layer_weights.router is None or self.finite is not None or spec.clip_qkv is not None:
             return None
-        names = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "router")
-        weights: dict[str, Any] = {name: getattr(layer_weights, name) for name in names}
+        names = ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm", "router")
+        qkv, o = floats_of(layer_weights.qkv), floats_of(layer_weights.o)
+        if qkv is None or o is None:
+            return None
+        weights: dict[str, Any] = {"qkv": qkv, "o": o} | {name: getattr(layer_weights, name) for name in names}
         tensors = [weight for weight in weights.values() if weight is not None]
-        plain = all(
-            isinstance(tensor, Tensor) and native.on_cpu(tensor) and tensor.dtype == self.dtype for tensor in tensors
-        )
+        plain = all(native.on_cpu(tensor) and tensor.dtype == self.dtype for tensor in tensors)
         if not plain or not native.available() or serving.serves(self.space.rows.device, self.dtype)[0]:
             return None
         return DecoderLayer(
@@ -350,7 +364,7 @@ class NativeDecoder:
     def _after_attention(self, layer: int, hidden: Tensor, attention: Tensor | None) -> Tensor:
         weights = self.weights.layers[layer]
         assert attention is not None, "every layer attends"
-        projected = linear(attention.flatten(1), weights.o, weights.o_bias)
+        projected = self._linear(attention.flatten(1), weights.o, weights.o_bias)
         return self._norm(hidden, weights.post_norm, add=projected)
 
     def _norm(
@@ -379,16 +393,21 @@ class NativeDecoder:
         weights, ids = route_tokens(linear(x, router), self.model.router)
         return Routed(x=x, weights=weights, ids=ids)
 
-    def _add_dense(self, hidden: Tensor, x: Tensor, gate_up: Weight, down: Weight) -> None:
+    def _linear(self, x: Tensor, stack: Stack, bias: Tensor | None = None) -> Tensor:
+        return linear_stacked(x, stack, bias, activations=self._activations)
+
+    def _add_dense(self, hidden: Tensor, x: Tensor, gate_up: Stack, down: Stack) -> None:
         """hidden [T, H] += the dense layer of x [T, H]."""
-        if isinstance(gate_up, StackedMatrix) or isinstance(down, StackedMatrix):
+        wide_floats, narrow_floats = floats_of(gate_up), floats_of(down)
+        if wide_floats is None or narrow_floats is None:
             for start, some in parts(0, x.shape[0]):
-                hidden[start : start + some] += feed_forward_stored(x[start : start + some], gate_up, down)
+                rows = x[start : start + some]
+                hidden[start : start + some] += feed_forward_stacked(rows, gate_up, down, activations=self._activations)
             return
-        wide = gate_up.dtype != x.dtype or down.dtype != x.dtype
+        wide = wide_floats.dtype != x.dtype or narrow_floats.dtype != x.dtype
         for start, some in parts(0, x.shape[0]):
             rows = x[start : start + some]
             if (padded := rows_computed(rows)) != some:
                 rows = self.space.inputs[:padded]
                 rows[:some] = x[start : start + some]
-            hidden[start : start + some] += feed_forward(rows, gate_up, down, self.space, wide=wide)[:some]
+            hidden[start : start + some] += feed_forward(rows, wide_floats, narrow_floats, self.space, wide=wide)[:some]

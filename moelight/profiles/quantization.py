@@ -23,7 +23,7 @@ from moelight.profiles.tensor_list import dense_tensors, page_shapes
 
 _MOST_RULES = 1 << 12
 # Matrices that our own decoder multiplies as they are stored.
-_KEPT = ("embed", "qkv", "o", "dense_gate_up", "dense_down", "head")
+KEPT = ("embed", "qkv", "o", "dense_gate_up", "dense_down", "head")
 # Parts of names that tools spell in two ways (those of Mixtral, which transformers 5 renamed).
 _SPELLINGS = ((".block_sparse_moe.", ".mlp."), (".w1", ".gate_proj"), (".w3", ".up_proj"), (".w2", ".down_proj"))
 
@@ -126,7 +126,7 @@ def kept_matrices(
     memory of each part. ``kept_as``: format and bytes of one; None: it is not quantised. A module graph keeps none."""
     matrices: list[tuple[str, int, int]] = []
     for tensor in () if profile.tensors else dense_tensors(profile):
-        parts = [kept_as(part) for part in tensor.parts if tensor.name in _KEPT]
+        parts = [kept_as(part) for part in tensor.parts if tensor.name in KEPT]
         stored_parts = [entry for entry in parts if entry is not None and entry[0].is_quantised]
         if len(stored_parts) == len(tensor.parts) and _is_multiplied(
             tensor.name, [stored for stored, _ in stored_parts]

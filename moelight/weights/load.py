@@ -28,10 +28,11 @@ from moelight.core.units import MiB, align_up
 from moelight.formats.format import PAGE_ALIGNMENT, RepackTable
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts
 from moelight.kernels import native
-from moelight.kernels.quantized import StackedMatrix, cpu_dequantize, no_integers, row_blocks
+from moelight.kernels.quantized import Stack, cpu_dequantize, row_blocks, stack_of
 from moelight.kernels.repack import in_group_order, repacked, turn
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.model import ModelProfile
+from moelight.profiles.quantization import KEPT
 from moelight.profiles.tensor_list import dense_tensors
 from moelight.weights.expert_pages import ExpertPages
 from moelight.weights.source import TensorInfo
@@ -134,9 +135,6 @@ def _open(file: Path) -> int:
     return descriptor
 
 
-Weight = torch.Tensor | StackedMatrix
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """One decoder layer without its experts; ``router`` is None in a dense layer, ``dense_*`` in a sparse one.
@@ -146,24 +144,32 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: Weight
-    o: Weight
+    qkv: Stack
+    o: Stack
     post_norm: torch.Tensor
     qkv_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     router: torch.Tensor | None = None
-    dense_gate_up: Weight | None = None
-    dense_down: Weight | None = None
+    dense_gate_up: Stack | None = None
+    dense_down: Stack | None = None
+
+    @property
+    def types(self) -> tuple[object, ...]:
+        """The format of each stack of matrices, and the dtype of each other tensor; None for one that it has not."""
+        stacks = self.qkv, self.o, self.dense_gate_up, self.dense_down
+        norms, others = (self.input_norm, self.post_norm, self.q_norm, self.k_norm), (self.qkv_bias, self.o_bias)
+        formats = (None if stack is None else stack[0].stored for stack in stacks)
+        return *formats, *(None if tensor is None else tensor.dtype for tensor in (*norms, *others, self.router))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
     """All weights except experts: ``embed`` [V, H], ``head`` [V, H] (``embed`` itself if tied), ``final_norm`` [H]."""
 
-    embed: Weight
-    head: Weight
+    embed: Stack
+    head: Stack
     final_norm: torch.Tensor
     layers: tuple[LayerWeights, ...]
 
@@ -175,12 +181,11 @@ def load_dense(
     dtype: torch.dtype,
     *,
     as_stored: bool = False,
-    activations: str = "auto",
 ) -> ModelWeights:
     """Read all weights except experts as ``dtype``; the result holds views of ``arena`` (uint8, at least `dense_bytes`,
     contiguous, any device). In mixed precision a tensor that float16 does not hold is bfloat16, and named in the log.
-    ``as_stored``: quantised matrices stay as stored (`keeps_stored`), for ``activations`` where these can multiply
-    them. Raises CheckpointError for an unreadable file, or tied embeddings stored twice that differ.
+    ``as_stored``: quantised matrices stay as stored (`keeps_stored`). Raises CheckpointError for an unreadable file, or
+    tied embeddings stored twice that differ.
     """
     check_bytes(arena, dense_bytes(model, from_torch(dtype), as_stored=as_stored), "the arena")
     mixed = bool(computed_in(from_torch(dtype), weight_map.dtype).pages)
@@ -194,7 +199,7 @@ def load_dense(
             into = outside if tensor.layer < 0 else layers[tensor.layer]
             if as_stored and (sizes := kept_parts(model, tensor)) is not None:
                 matrices = [weight_map.parts[part] for part in tensor.parts]
-                into[tensor.name] = _kept(matrices, arena[used : used + sum(sizes)].split(sizes), activations)
+                into[tensor.name] = _kept(matrices, arena[used : used + sum(sizes)].split(sizes))
                 used += align_up(sum(sizes), TENSOR_ALIGNMENT)
                 continue
             nbytes = tensor.elements * dtype.itemsize
@@ -203,7 +208,7 @@ def load_dense(
                 read_tensor_into(reader, weight_map.parts[part], rows)
             if mixed and (view := _rounded(view)).dtype != dtype:
                 wide.append(weight_map.parts[tensor.parts[0]].name)
-            into[tensor.name] = view
+            into[tensor.name] = stack_of(view) if tensor.name in KEPT else view
             used += align_up(nbytes, TENSOR_ALIGNMENT)
         if spare is not None:
             check_tie(reader, infos[0], spare)
@@ -213,18 +218,17 @@ def load_dense(
     return ModelWeights(**outside, layers=tuple(LayerWeights(**layer) for layer in layers))
 
 
-def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor], activations: str) -> StackedMatrix:
+def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor]) -> Stack:
     """The matrices ``infos`` as stored, or repacked, each in its room (uint8, its `kept_bytes`)."""
-    parts, chosen = [], []
+    stack = []
     for info, room in zip(infos, rooms, strict=True):
         matrix = info.stored()
         held = read_matrix(matrix, room)
         if matrix.heads:
             for part in held.tensors.values():
                 part.copy_(part[hf_rows(matrix.rows, matrix.heads)])
-        parts.append(repacked(held))
-        chosen.append(activations if no_integers(parts[-1]) is None else "auto")
-    return StackedMatrix(tuple(parts), tuple(chosen))
+        stack.append(repacked(held))
+    return tuple(stack)
 
 
 def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor) -> None:

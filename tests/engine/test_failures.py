@@ -18,6 +18,7 @@ from moelight.core.errors import BudgetError, CheckpointError, ConfigError, Moel
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
+from moelight.kernels.quantized import floats_of
 from moelight.kernels.reads import ReadTicket
 from moelight.models.decoder import NativeDecoder
 from moelight.runtime.machine import LANE_KINDS
@@ -159,7 +160,7 @@ def test_closing_frees_the_model(model: Path, device: str) -> None:
         engine.generate(PROMPTS, HOW)
         passes = engine._passes
         assert passes is not None
-        embed = weakref.ref(passes.model.weights.embed)
+        embed = weakref.ref(floats_of(passes.model.weights.embed))
         runner = weakref.ref(passes)
         assert moelight_threads()
         assert open_files()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moelight.core.dtypes import BFLOAT16, FLOAT32
 from moelight.core.policy import Policy, Shares
@@ -20,7 +19,7 @@ from moelight.hrm import costs
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.footprint import footprint
 from moelight.hrm.machine_model import speeds_of
-from moelight.kernels.quantized import StackedMatrix, dense_values
+from moelight.kernels.quantized import Stack, dense_values, floats_of, stacked_rows
 from moelight.models.checkpoints import open_model
 from moelight.optimizer.explain import activations_text
 from moelight.optimizer.runnable import activation_faults
@@ -45,10 +44,10 @@ def weights_of(model: Path, device: str = "cpu", **how: Any) -> tuple[ModelWeigh
         return loaded.weights, next(arena.bytes for arena in arena.arenas if arena.purpose == "dense")
 
 
-def stacked(weights: ModelWeights) -> dict[str, StackedMatrix]:
+def stacked(weights: ModelWeights) -> dict[str, Stack]:
     first: LayerWeights = weights.layers[0]
     result = {"embed": weights.embed, "head": weights.head, "qkv": first.qkv, "o": first.o}
-    return {name: item for name, item in result.items() if isinstance(item, StackedMatrix)}
+    return {name: item for name, item in result.items() if floats_of(item) is None}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -57,9 +56,10 @@ def test_attention_is_kept_as_every_method_stores_it(name: str, tiny: Tiny, tmp_
     plain, (selected, stored_bytes) = weights_of(values), weights_of(quantised)
     assert set(stacked(selected)) == {"qkv", "o"} and not stacked(plain[0])
     for full, part in zip((plain[0].layers[0].qkv, plain[0].layers[0].o), stacked(selected).values(), strict=True):
-        assert isinstance(full, Tensor) and part.shape == full.shape
-        numbers_of = torch.cat([dense_values(part, full.dtype) for part in part.parts])
-        assert torch.equal(numbers_of, full)
+        floats = floats_of(full)
+        assert floats is not None and torch.equal(
+            torch.cat([dense_values(item, floats.dtype) for item in part]), floats
+        )
     assert stored_bytes < plain[1]
 
 
@@ -78,7 +78,7 @@ def test_a_file_keeps_embeddings_and_head_too(tmp_path: Path) -> None:
         if name == "embed":
             places = torch.tensor([5, 0, 5, 319])
             out = torch.empty((4, model.hidden_size), dtype=torch.bfloat16)
-            assert torch.equal(matrix.rows(places, out), dense_values(matrix.parts[0], torch.bfloat16)[places])
+            assert torch.equal(stacked_rows(matrix, places, out), dense_values(matrix[0], torch.bfloat16)[places])
 
 
 @pytest.mark.parametrize("device", ["cpu", "twin"])

@@ -22,6 +22,7 @@ from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.units import MiB
 from moelight.hrm.costs import dense_bytes, page_bytes
+from moelight.kernels.quantized import Stack, floats_of
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.pages import PagedExperts
 from moelight.profiles.families import profile_from_dir
@@ -82,20 +83,26 @@ def read_into(reader: PageReader, page: Page, dest: torch.Tensor, begin: int = 0
         reading.wait()
 
 
+def floats(weight: torch.Tensor | Stack) -> torch.Tensor:
+    result = weight if isinstance(weight, torch.Tensor) else floats_of(weight)
+    assert result is not None
+    return result
+
+
 def check_layer(weights: LayerWeights, expected: dict[str, torch.Tensor | None], dtype: torch.dtype) -> None:
     for field in fields(LayerWeights):
         ours, theirs = getattr(weights, field.name), expected[field.name]
         assert (ours is None) == (theirs is None), field.name
         if theirs is not None:
-            assert torch.equal(ours, theirs.to(dtype)), field.name
+            assert torch.equal(floats(ours), theirs.to(dtype)), field.name
 
 
 def check_all(directory: Path, dtype: torch.dtype, *, biases: bool = False) -> None:
     state = hf_model(directory).state_dict()
     weight_map, model = opened(directory)
     weights = loaded(weight_map, model, dtype)
-    assert torch.equal(weights.embed, state["model.embed_tokens.weight"].to(dtype))
-    assert torch.equal(weights.head, state["lm_head.weight"].to(dtype))
+    assert torch.equal(floats(weights.embed), state["model.embed_tokens.weight"].to(dtype))
+    assert torch.equal(floats(weights.head), state["lm_head.weight"].to(dtype))
     assert torch.equal(weights.final_norm, state["model.norm.weight"].to(dtype))
     for layer, layer_weights in enumerate(weights.layers):
         check_layer(layer_weights, expected_layer(state, layer, biases), dtype)
@@ -136,10 +143,10 @@ def test_float16_over_bfloat16_keeps_the_bytes_of_pages_and_names_what_it_does_n
     save_file(state, path, metadata={"format": "pt"})
     weight_map, model = opened(tmp_path)
     weights = loaded(weight_map, model, torch.float16)
-    assert weights.layers[2].o.dtype == torch.bfloat16
-    assert torch.equal(weights.layers[2].o, state["model.layers.2.self_attn.o_proj.weight"])
-    assert torch.equal(weights.layers[1].o, state["model.layers.1.self_attn.o_proj.weight"].half())
-    assert torch.equal(weights.embed, state["model.embed_tokens.weight"].half())
+    assert floats(weights.layers[2].o).dtype == torch.bfloat16
+    assert torch.equal(floats(weights.layers[2].o), state["model.layers.2.self_attn.o_proj.weight"])
+    assert torch.equal(floats(weights.layers[1].o), state["model.layers.1.self_attn.o_proj.weight"].half())
+    assert torch.equal(floats(weights.embed), state["model.embed_tokens.weight"].half())
     with FileReader(page_files(weight_map)) as files:
         direct = PageReader(
             weight_map,
@@ -196,9 +203,10 @@ def test_weights_lie_in_the_arena_aligned_and_without_overlap(tmp_path: Path) ->
     arena = torch.empty(dense_bytes(model, FLOAT32) + 100, dtype=torch.uint8)
     arena[-100:] = 0x5A
     weights = load_dense(weight_map, model, arena, torch.float32)
-    tensors = [weights.embed, weights.head, weights.final_norm]
+    items = [weights.embed, weights.head, weights.final_norm]
     for layer in weights.layers:
-        tensors += [t for field in fields(layer) if (t := getattr(layer, field.name)) is not None]
+        items += [item for field in fields(layer) if (item := getattr(layer, field.name)) is not None]
+    tensors = [floats(item) for item in items]
     spans = sorted((t.data_ptr() - arena.data_ptr(), t.nbytes) for t in tensors)
     assert all(start % 64 == 0 for start, _ in spans)
     assert all(start + size <= later for (start, size), (later, _) in itertools.pairwise(spans))
@@ -225,7 +233,8 @@ def test_harmless_habits_of_old_saves_are_read(change: Callable[[dict[str, objec
     directory = save_tiny(tmp_path, "mixtral", tie=True)
     before = loaded(*opened(directory), torch.float32)
     stored(change)(directory)
-    assert torch.equal(loaded(*opened(directory), torch.float32).embed, before.embed)
+    after = loaded(*opened(directory), torch.float32)
+    assert torch.equal(floats(after.embed), floats(before.embed))
 
 
 @pytest.fixture

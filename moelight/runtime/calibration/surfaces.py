@@ -27,6 +27,7 @@ from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefil
 from moelight.kernels.gpu.attention import Ints, RaggedBatch, prompt_form
 from moelight.kernels.norm import rms_norm
 from moelight.kernels.products import Workspace, linear
+from moelight.kernels.quantized import stack_of
 from moelight.models.decoder import NativeDecoder, rotation
 from moelight.models.expert import Expert, LayerExperts
 from moelight.models.moe import Experts, Routed, grouped_pages, moe_forward
@@ -358,8 +359,8 @@ class _Layer:
             for rows in (spec.q_dim + 2 * spec.kv_dim, HIDDEN, _MODEL.experts.num_experts)
         )
         self._products = (qkv, o, router)
-        layer = LayerWeights(input_norm=ones, qkv=qkv, o=o, post_norm=ones, router=router)
-        embed = torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype)
+        layer = LayerWeights(input_norm=ones, qkv=stack_of(qkv), o=stack_of(o), post_norm=ones, router=router)
+        embed = stack_of(torch.empty(_MODEL.vocab_size, HIDDEN, dtype=pool.dtype))
         weights = ModelWeights(embed=embed, head=embed, final_norm=ones, layers=(layer,))
         self._decoder = NativeDecoder(
             _MODEL, weights, _workspace(_MODEL, 1, pool), paged=PagedExperts(lay_out_pages({}, {}))
