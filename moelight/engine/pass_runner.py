@@ -19,9 +19,9 @@ from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
 from moelight.engine.experts import ExpertRuntime, RoutingWatch
 from moelight.engine.loaded_model import LoadedModel, refuse_prediction
 from moelight.hrm.placement import moved
+from moelight.kernels.arguments import one_thread_for_torch
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.layer import MOST_TOKENS
-from moelight.kernels.threads import one_thread_for_torch
 from moelight.optimizer.adapter import Allocation
 from moelight.paging.ring import RingPager
 from moelight.runtime.context import Chunk, find_added, find_context

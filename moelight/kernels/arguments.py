@@ -1,4 +1,5 @@
-"""Arguments of the kernels: exported to the extension, which checks them, or checked here for torch.
+"""Arguments of the kernels: exported to the extension, which checks them, or checked here for torch; and the number of
+threads that a call takes.
 
 Every refusal is a ValueError of one line that begins with the argument's name.
 """
@@ -6,14 +7,14 @@ Every refusal is a ValueError of one line that begins with the argument's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
-
-from moelight.kernels.threads import kernel_threads
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
@@ -21,6 +22,38 @@ SOFTCAPS = (1e-6, 1e6)
 _FOREVER = 1 << 62
 
 Shape = Sequence[int | None]
+
+
+class _Caller(threading.local):
+    """``kernels``: threads of kernels that this thread calls; 0: as many as torch's operations have."""
+
+    kernels = 0
+
+
+_caller = _Caller()
+
+
+def kernel_threads() -> int:
+    """Return the number of threads that kernels use when they are called from this thread."""
+    return _caller.kernels or torch.get_num_threads()
+
+
+@contextmanager
+def one_thread_for_torch() -> Iterator[None]:
+    """Torch's own operations run on the calling thread alone within the context, kernels on as many threads as before.
+
+    For small operations between kernels: the threads that torch shares them with keep looking out for more work, on
+    the cores that the next kernel needs. A thread whose first operation of torch falls into the context of another
+    would have one thread for ever; `torch.get_num_threads` is such an operation.
+    """
+    before, _caller.kernels = _caller.kernels, kernel_threads()
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+        _caller.kernels = before
 
 
 def lend(**tensors: Tensor) -> list[object]:

@@ -1,5 +1,4 @@
-"""Threads of kernels: teams reserved for the kernels that one lane calls, optionally bound to cores, and how many
-threads a call takes.
+"""Threads of kernels: teams reserved for the kernels that one lane calls, optionally bound to cores.
 
 `runtime.topology` assigns cores to lanes. Without the extension a team has no effect.
 """
@@ -7,46 +6,11 @@ threads a call takes.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
-
 from moelight.kernels import native
-
-
-class _Caller(threading.local):
-    """``kernels``: threads of kernels that this thread calls; 0: as many as torch's operations have."""
-
-    kernels = 0
-
-
-_caller = _Caller()
-
-
-def kernel_threads() -> int:
-    """Return the number of threads that kernels use when they are called from this thread."""
-    return _caller.kernels or torch.get_num_threads()
-
-
-@contextmanager
-def one_thread_for_torch() -> Iterator[None]:
-    """Torch's own operations run on the calling thread alone within the context, kernels on as many threads as before.
-
-    For small operations between kernels: the threads that torch shares them with keep looking out for more work, on
-    the cores that the next kernel needs. A thread whose first operation of torch falls into the context of another
-    would have one thread for ever; `torch.get_num_threads` is such an operation.
-    """
-    before, _caller.kernels = _caller.kernels, kernel_threads()
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
-        _caller.kernels = before
 
 
 class ThreadTeam:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from moelight.core.errors import ConfigError, MoelightError, quoted
 from moelight.kernels import native
-from moelight.kernels.threads import one_thread_for_torch
+from moelight.kernels.arguments import one_thread_for_torch
 from moelight.models.graph.delta import DeltaModule, delta_module
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
 from moelight.models.graph.families import (

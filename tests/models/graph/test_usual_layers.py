@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 
 from moelight.kernels import native
-from moelight.kernels.threads import kernel_threads, one_thread_for_torch
+from moelight.kernels.arguments import kernel_threads, one_thread_for_torch
 from moelight.models.graph import layers, self_test
 from moelight.models.graph.effects import Attend, Ended, Experts
 from moelight.models.graph.layers import use_kernels
