@@ -59,6 +59,16 @@ def without_extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         feature.cache_clear()
 
 
+@pytest.fixture
+def unproved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans without a proof, which takes as long as the search: nobody asks how near the bound comes, nor what a better
+    machine would gain."""
+    from moelight.optimizer import bound, optimize
+
+    monkeypatch.setattr(bound, "MOST_BOXES", dict.fromkeys(bound.MOST_BOXES, 0))
+    monkeypatch.setattr(optimize, "what_if", lambda *_: ())
+
+
 def _has_gpu() -> bool:
     import torch
 

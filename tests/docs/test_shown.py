@@ -15,8 +15,8 @@ from tests.docs.shown import (
     agrees,
     brought_up_to_date,
     is_run,
-    place,
     play,
+    relative,
     stage,
     write,
 )
@@ -33,7 +33,7 @@ LONG = ("docs/guides/planning.md",)
 @pytest.mark.parametrize(
     "document",
     [
-        pytest.param(path, id=place(path), marks=[pytest.mark.thorough] if place(path) in LONG else [])
+        pytest.param(path, id=relative(path), marks=[pytest.mark.thorough] if relative(path) in LONG else [])
         for path in DOCUMENTS
         if steps_of(path)
     ],
