@@ -165,14 +165,16 @@ def lay_out_pages(
     pieces: dict[Page, tuple[TensorInfo, ...]] = {}
     orders: dict[str, GroupOrder] = {}
     for page, infos in pages.items():
-        together = infos if quantised else (_one_after_another(infos),)
-        parts, where = [info.stored() for info in together], places[page.layer]
+        parts, where = [info.stored() for info in infos], places[page.layer]
         held = tuple(info for part in parts for suffix, info in part.tensors.items() if suffix != SHAPE)
         key = (id(where), *(part.stored for part in parts), *((info.dtype, info.nbytes) for info in held))
         if key not in ids:
-            layout, nbytes = _lay_out(together, parts, where, dense=dense)
-            ids[key] = numbered.setdefault((layout, nbytes if quantised else together[0].nbytes), len(numbered))
-        layout_ids[page], pieces[page] = ids[key], held if quantised else infos
+            segments, nbytes = _segments(infos, parts, PAGE_ALIGNMENT if quantised else 1)
+            named, interleaved = (where, False) if dense else _arranged(where, segments)
+            taken = {name: _segment_at(segments, place).take(place) for name, place in named.items()}
+            layout = ExpertLayout(parts=taken, interleaved=interleaved)
+            ids[key] = numbered.setdefault((layout, nbytes), len(numbered))
+        layout_ids[page], pieces[page] = ids[key], held
         orders.update(_orders(parts))
     sizes = [nbytes for _, nbytes in numbered]
     return ExpertPages(
@@ -183,12 +185,6 @@ def lay_out_pages(
         dtype=None if quantised else next((infos[0].dtype for infos in pages.values()), None),
         orders=MappingProxyType(orders),
     )
-
-
-def _one_after_another(infos: Sequence[TensorInfo]) -> TensorInfo:
-    """The values of ``infos``, which are floats, as one tensor in the page."""
-    nbytes = sum(info.nbytes for info in infos)
-    return replace(infos[0], shape=(nbytes // ITEM_BYTES[infos[0].dtype],), nbytes=nbytes)
 
 
 def _orders(matrices: Iterable[StoredMatrix]) -> Iterator[tuple[str, GroupOrder]]:
@@ -253,26 +249,27 @@ def _transposed(info: TensorInfo, matrix: Matrix[PageTensor]) -> Matrix[PageTens
     return Matrix(stored=by_rows, rows=matrix.columns, columns=matrix.rows, tensors=tensors)
 
 
-def _lay_out(
-    infos: Sequence[TensorInfo], parts: Sequence[StoredMatrix], places: Places, *, dense: bool
-) -> tuple[PageLayout, int]:
-    """The layout of the page of ``infos``, which are stored as ``parts``, and its bytes."""
-    segments, at, begin = [], 0, 0
+def _segments(infos: Sequence[TensorInfo], parts: Sequence[StoredMatrix], alignment: int) -> tuple[list[_Segment], int]:
+    """The segments of the page of ``infos``, which are stored as ``parts``, and its bytes; one of floats that are not
+    aligned."""
+    segments, at, begin = list[_Segment](), 0, 0
     for info, part in zip(infos, parts, strict=True):
         tensors = {}
         for suffix, tensor in part.tensors.items():
             if suffix != SHAPE:
                 tensors[suffix] = PageTensor(at, tensor.nbytes, tensor.dtype, tensor.shape)
-                at += align_up(tensor.nbytes, PAGE_ALIGNMENT)
+                at += align_up(tensor.nbytes, alignment)
         matrix = Matrix(stored=part.stored, rows=part.rows, columns=part.columns, tensors=tensors)
         segments.append(_Segment(info, matrix, begin, info.nbytes // ITEM_BYTES[info.dtype]))
         begin += segments[-1].size
-    named, interleaved = (places, False) if dense else _arranged(places, segments)
-    taken = {
-        name: next(segment for segment in reversed(segments) if segment.begin <= part.offset).take(part)
-        for name, part in named.items()
-    }
-    return ExpertLayout(parts=taken, interleaved=interleaved), at
+    if alignment == 1:
+        first = segments[0].matrix.map(lambda tensor: tensor._replace(nbytes=at, shape=(begin,)))
+        segments = [_Segment(infos[0], replace(first, columns=begin), 0, begin)]
+    return segments, at
+
+
+def _segment_at(segments: Sequence[_Segment], place: StridedMatrix) -> _Segment:
+    return next(segment for segment in reversed(segments) if segment.begin <= place.offset)
 
 
 def _arranged(places: Places, segments: Sequence[_Segment]) -> tuple[Places, bool]:
