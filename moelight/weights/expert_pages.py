@@ -171,7 +171,7 @@ def lay_out_pages(
         if key not in ids:
             segments, nbytes = _segments(infos, parts, PAGE_ALIGNMENT if quantised else 1)
             named, interleaved = (where, False) if dense else _arranged(where, segments)
-            taken = {name: _segment_at(segments, place).take(place) for name, place in named.items()}
+            taken = {name: _segment_at(segments, strided).take(strided) for name, strided in named.items()}
             layout = ExpertLayout(parts=taken, interleaved=interleaved)
             ids[key] = numbered.setdefault((layout, nbytes), len(numbered))
         layout_ids[page], pieces[page] = ids[key], held
@@ -268,8 +268,8 @@ def _segments(infos: Sequence[TensorInfo], parts: Sequence[StoredMatrix], alignm
     return segments, at
 
 
-def _segment_at(segments: Sequence[_Segment], place: StridedMatrix) -> _Segment:
-    return next(segment for segment in reversed(segments) if segment.begin <= place.offset)
+def _segment_at(segments: Sequence[_Segment], strided: StridedMatrix) -> _Segment:
+    return next(segment for segment in reversed(segments) if segment.begin <= strided.offset)
 
 
 def _arranged(places: Places, segments: Sequence[_Segment]) -> tuple[Places, bool]:
