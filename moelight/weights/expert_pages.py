@@ -285,5 +285,5 @@ def _arranged(places: Places, segments: Sequence[_Segment]) -> tuple[Places, boo
     else:
         names = {"gate": "gate_up", "up": "up"} if "gate" in places else {"up": "gate_up"}
         named = {f"{name}{end}": f"{new}{end}" for name, new in names.items() for end in ("", "_bias")}
-        first, interleaved = {named[name]: place for name, place in places.items() if name in named}, False
-    return first | {name: place for name, place in places.items() if name.startswith("down")}, interleaved
+        first, interleaved = {named[name]: matrix for name, matrix in places.items() if name in named}, False
+    return first | {name: matrix for name, matrix in places.items() if name.startswith("down")}, interleaved
