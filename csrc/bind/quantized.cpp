@@ -100,8 +100,15 @@ void read_parts(const char* name, const nb::tuple& from, Quantized& q, std::vect
   const int64_t scale_rows = format.scales == Scales::kByTiles ? tiles : q.rows;
   q.scales = scales.scales(scale_rows * q.groups, q.scale_type);
   if (format.powers && q.scale_type != ScaleType::kPower) refuse(name, "its scales must be powers of two");
+  if (format.narrow && q.scale_type != ScaleType::kPower) refuse(name, "its scales must be E4M3");
   if (q.transposed()) {
     q.zeros = zeros.bytes(4 * q.groups * (q.rows / per));
+  } else if (format.zeros == Zeros::kOne) {
+    q.zeros = zeros.bytes(4);
+  } else if (format.zeros == Zeros::kLikeScales) {
+    ScaleType type = {};
+    q.zeros = static_cast<const uint8_t*>(zeros.scales(scale_rows * q.groups, type));
+    if (type != q.scale_type) refuse(name, "its minima must be of the type of its scales");
   } else if (zeros.data() != nullptr && format.zeros != Zeros::kNone) {
     q.zeros = zeros.bytes(format.zeros == Zeros::kBytes ? scale_rows * q.groups : 4 * up_to(q.rows, per) * q.groups);
   }

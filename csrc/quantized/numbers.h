@@ -39,23 +39,27 @@ inline float e4m3(uint8_t code) {
   return from_bits(sign | (magnitude == 0x7f ? 0x7fc00000 : to_bits(value)));
 }
 
-inline float scale_at(const Quantized& q, int64_t i) {
-  switch (q.scale_type) {
-    case ScaleType::kFloat32: {
-      float value;
-      std::memcpy(&value, static_cast<const char*>(q.scales) + 4 * i, sizeof value);
-      return value;
-    }
+inline float float_at(const void* p, int64_t i = 0) {
+  float value;
+  std::memcpy(&value, static_cast<const char*>(p) + 4 * i, sizeof value);
+  return value;
+}
+
+inline float number_at(const void* p, ScaleType type, int64_t i) {
+  switch (type) {
+    case ScaleType::kFloat32:
+      return float_at(p, i);
     case ScaleType::kBFloat16:
-      return to_float(static_cast<const Bf16*>(q.scales)[i]);
+      return to_float(static_cast<const Bf16*>(p)[i]);
     case ScaleType::kFloat16:
-      return to_float(static_cast<const Fp16*>(q.scales)[i]);
+      return to_float(static_cast<const Fp16*>(p)[i]);
     case ScaleType::kPower:
       break;
   }
-  const uint32_t e = static_cast<const uint8_t*>(q.scales)[i];
+  const uint32_t e = static_cast<const uint8_t*>(p)[i];
   return e == 255 ? from_bits(0x7fc00000) : power_of(e);
 }
+inline float scale_at(const Quantized& q, int64_t i) { return number_at(q.scales, q.scale_type, i); }
 
 inline uint32_t word_at(const uint8_t* words, int64_t i) {
   uint32_t word;

@@ -14,8 +14,9 @@ namespace moelight {
 // Where the scales of a matrix lie, and its zero points as they do: within its blocks; one for each tile of rows and
 // columns; by rows; or by columns, as its codes do.
 enum class Scales { kInBlocks, kByTiles, kByRows, kByColumns };
-// Of zero points: none; a byte each; or as many in a word as codes.
-enum class Zeros { kNone, kBytes, kWords };
+// What goes with the scales. Zero points: none; a byte each; or as many in a word as codes. Or in their place: numbers
+// like the scales, which are added to codes times scales; or one float32 of all scales.
+enum class Zeros { kNone, kBytes, kWords, kLikeScales, kOne };
 
 // What anyone may ask of a format; the formats, and what only an instruction set's own code can do, are in formats.h.
 struct FormatTraits {
@@ -26,6 +27,7 @@ struct FormatTraits {
   Scales scales = Scales::kInBlocks;
   Zeros zeros = Zeros::kNone;
   bool powers = false;                    // scales are powers of two
+  bool narrow = false;                    // scales are E4M3
   bool ordered = false;                   // columns may name their groups
   int64_t group = 0;                      // columns that share a scale; 0: the matrix says
   int64_t row_step = 1, column_step = 1;  // rows and columns are multiples of these
@@ -41,7 +43,7 @@ struct Quantized {
   int64_t row_bytes;   // of codes; of transposed codes their share of one row
   const void* scales;  // [row groups, groups], or [groups, rows] by columns; none in blocks
   ScaleType scale_type;
-  const uint8_t* zeros;   // packed as the codes are, or null
+  const uint8_t* zeros;   // as the format's Zeros say, or null
   const int32_t* order;   // the group of each column, or null
   int64_t group, groups;  // columns that share a scale (at least columns: all), groups of them
   int64_t group_rows;     // rows that share a scale; 0: all

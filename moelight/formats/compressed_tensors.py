@@ -197,7 +197,8 @@ def _format(scheme: Mapping[str, Any], stored_as: str, scale: str) -> Format | N
         names = ", ".join(dict.fromkeys(name for name, _ in SCHEMES))
         raise ValueError(f"the format {stored_as[:40]!r} is not read; known: {names}")
     strategy, block = args["strategy"], args.get("block_structure") or [0, 0]
-    group = {"tensor": 0, "channel": 0, "group": args.get("group_size"), "block": block[-1]}
+    group = {"tensor": 0, "channel": 0, **dict.fromkeys(("group", "tensor_group"), args.get("group_size"))}
+    group["block"] = block[-1]
     if strategy not in group or not (group[strategy] or strategy in ("tensor", "channel")):
         raise ValueError(f"weights of the strategy {strategy} are not read")
     return reader(

@@ -19,7 +19,7 @@ from moelight.core.units import align_up
 ITEM_BYTES = {
     **dict.fromkeys(("F8_E4M3", "F8_E8M0", "I8", "U8"), 1),
     **dict.fromkeys(("BF16", "F16"), 2),
-    **dict.fromkeys(("F32", "I32"), 4),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
     "I64": 8,
 }
 FLOATS, EXPONENTS = ("F16", "BF16", "F32"), ("U8", "F8_E8M0")  # of scales; exponents of two, biased by 127
@@ -56,6 +56,7 @@ class Format(ABC):
         transposed: a stored row holds one input of all outputs.
         stores_shape: a tensor of its own repeats the size of the matrix.
         scattered: neighbouring inputs are in different words, so that a GPU loads codes one by one.
+        plain_if_unfit: tools leave a matrix plain whose size does not fit the format, of experts too.
         name: for people, with the parameters.
         bits: of a code.
         codes: safetensors name of the stored codes.
@@ -66,7 +67,7 @@ class Format(ABC):
         zero_bias: added to stored zero points, modulo 2^bits (1: the first version of GPTQ's format).
         order: ``g_idx`` says the group of each column, as columns may be quantised in another order.
         in_order: the config says that columns are in the order of their groups.
-        names: suffixes of codes, scales, zero points, order.
+        names: suffixes of codes, scales, zero points (or what is in their place, `has_offsets`), order.
         block, block_bytes: values and bytes of a block with scales inside; 1 and 0 without blocks.
         codebook: the row of `formats.codebook.CODEBOOKS` that codes are indices of; empty where codes are values.
     """
@@ -75,6 +76,7 @@ class Format(ABC):
     transposed: ClassVar[bool] = False
     stores_shape: ClassVar[bool] = False
     scattered: ClassVar[bool] = False
+    plain_if_unfit: ClassVar[bool] = False
 
     name: str
     bits: int
@@ -110,6 +112,16 @@ class Format(ABC):
     def cpu_reason(self) -> str | None:
         """The reason why experts in this format run on the CPU alone, or None."""
         return f"{self.name}, which no program of a GPU unpacks" if self.unpacker is None else None
+
+    @property
+    def has_offsets(self) -> bool:
+        """True if the third tensor is there: zero points, or what the format has in their place."""
+        return self.zero_points
+
+    @property
+    def of_one_dtype(self) -> tuple[str, ...]:
+        """Suffixes of tensors that must have the same dtype."""
+        return ()
 
     @property
     def is_quantised(self) -> bool:

@@ -46,7 +46,7 @@ class PackedFormat(Format):
 
 
 def _scheme(scheme: Scheme) -> Format:
-    if scheme.floating or scheme.bits not in _BITS or scheme.strategy in ("tensor", "block"):
+    if scheme.floating or scheme.bits not in _BITS or scheme.strategy not in ("group", "channel"):
         raise ValueError(
             f"packed codes of {scheme.bits} bits by {scheme.strategy} are not read; known: int 2, 4, 8 bits"
         )

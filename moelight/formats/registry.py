@@ -11,7 +11,19 @@ from moelight.formats import awq, fp8, ggml, gptq, int8, mxfp4, packed, plain
 from moelight.formats.rules import FormatRow, SchemeReader
 
 FORMATS: Mapping[str, FormatRow] = MappingProxyType(
-    {row.format.key: row for row in (gptq.ROW, awq.ROW, fp8.ROW, mxfp4.ROW, packed.ROW, int8.ROW, ggml.ROW, plain.ROW)}
+    {
+        row.format.key: row
+        for row in (
+            gptq.ROW,
+            awq.ROW,
+            fp8.ROW,
+            mxfp4.ROW,
+            packed.ROW,
+            int8.ROW,
+            ggml.ROW,
+            plain.ROW,
+        )
+    }
 )
 SCHEMES: Mapping[tuple[str, bool], SchemeReader] = MappingProxyType(
     {scheme: reader for row in FORMATS.values() for scheme, reader in row.schemes.items()}

@@ -40,8 +40,8 @@ class ScaledFormat(Format):
 def scheme_fields(scheme: Scheme) -> dict[str, Any]:
     """Return the fields of a scaled format from a scheme of compressed-tensors; raises ValueError if it is not
     supported."""
-    if scheme.bits != 8:
-        raise ValueError(f"{scheme.stored_as} weights of {scheme.bits} bits are not read")
+    if scheme.bits != 8 or scheme.strategy == "tensor_group":
+        raise ValueError(f"{scheme.stored_as} weights of {scheme.bits} bits by {scheme.strategy} are not read")
     return {
         "scale": scheme.scale,
         "group": scheme.group,

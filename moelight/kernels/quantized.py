@@ -128,7 +128,7 @@ def lend_weight(name: str, weight: Weight) -> object:
     if not form.is_quantised:
         return as_dlpack(name, parts[_VALUES])
     lent: list[object] = [None] * 4
-    needed = (True, True, form.zero_points, form.order)
+    needed = (True, True, form.has_offsets, form.order)
     for index, suffix in enumerate(form.names):
         if not needed[index]:
             continue

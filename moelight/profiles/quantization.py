@@ -66,8 +66,7 @@ def read_quantization(config: HFConfig) -> Quantization | None:
         method = COMPRESSED_TENSORS
     if not isinstance(values, dict) or not isinstance(method, str) or method not in METHODS:
         hint = similar_format(method[:40], METHODS) if isinstance(method, str) else ""
-        named = "" if isinstance(method, str) else _unnamed(values)
-        raise config.quantised_error(key, f"{named}by none of the methods read ({', '.join(METHODS)}){hint}")
+        raise config.quantised_error(key, f"by none of the methods read ({', '.join(METHODS)}){hint}")
     if config.find("expert_dtype") is not None:  # DeepSeek-V4 says it outside
         values = {"expert_dtype": config.find("expert_dtype"), **values}
     try:
@@ -84,14 +83,6 @@ def _respelled(rules: Iterable[ModuleRule]) -> tuple[tuple[str, str], ...]:
     text = "\n".join(rule.pattern.pattern for rule in rules)
     both = (*_SPELLINGS, *(pair[::-1] for pair in _SPELLINGS))
     return tuple((part, other) for part, other in both if other.strip(".") in text)
-
-
-def _unnamed(values: object) -> str:
-    """The method that wrote ``values``, which name none; empty if that cannot be told."""
-    bits, group = (values.get(key) if isinstance(values, dict) else None for key in ("bits", "group_size"))
-    if type(bits) is int and type(group) is int:
-        return f"as MLX affine, {bits} bits in groups of {group}, which is "
-    return ""
 
 
 def with_stored(profile: ModelProfile, format_of: Callable[[str], Format | None], where: str) -> ModelProfile:
@@ -190,7 +181,7 @@ class _Count:
         try:
             size = stored.paged_bytes(rows, columns) if paged else stored.bytes_for(rows, columns)
         except ConfigError as error:
-            if not paged:
+            if not paged or stored.plain_if_unfit:
                 return None
             raise ConfigError(f"{self._where}: {module}: {error}; config and weights do not fit") from None
         self.reasons[stored.name] = stored.int8_reason

@@ -30,6 +30,7 @@ TORCH = {
     "F16": torch.float16,
     "F32": torch.float32,
     "I32": torch.int32,
+    "U32": torch.int32,
     "I64": torch.int64,
 }
 
@@ -79,6 +80,13 @@ def find_matrix(
                 "config.json says of it; correct quantization_config"
             )
     places = {part.suffix: _place(tensors, module, part, stored, listing, expert) for part in wanted}
+    alike = [places[suffix] for suffix in stored.of_one_dtype]
+    for info in alike[1:]:
+        if info.dtype != alike[0].dtype:
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name!r} has dtype {info.dtype}, and {alike[0].name!r} {alike[0].dtype}; "
+                "save the model again with both in one dtype"
+            )
     return StoredMatrix(module=module, stored=stored, rows=rows, columns=columns, tensors=places)
 
 

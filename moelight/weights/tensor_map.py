@@ -20,6 +20,7 @@ from moelight.profiles.model import ModelProfile, StoredTensor, require_computab
 from moelight.profiles.quantization import Kept, kept_matrices, read_quantization, with_pages
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.expert_pages import ExpertPages, lay_out_pages
+from moelight.weights.expert_stacks import experts_one_by_one
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, IgnoreRule, ignore_rules, set_aside
 from moelight.weights.page_layout import in_a_row
@@ -108,7 +109,7 @@ def open_checkpoint(model: str) -> OpenCheckpoint:
 def open_needed(directory: Path, is_needed: Callable[[str], bool] | None = None) -> Checkpoint:
     """The checkpoint in ``directory`` without tensors that nothing reads (`ignored`); ``is_needed``: whether the model
     has a parameter of that name all the same."""
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = experts_one_by_one(Checkpoint.open(directory))
     config = HFConfig.from_file(directory / "config.json")
     return set_aside(checkpoint, ignore_rules(config, checkpoint.tensors), is_needed)
 
