@@ -206,6 +206,29 @@ struct Mxfp4 {
   }
 };
 
+// NVFP4: E2M1 times an E4M3 scale for each 16 columns, which one number of the matrix multiplies or divides.
+template <bool kDivides>
+struct Nvfp4 {
+  static constexpr FormatTraits kTraits = {.name = kDivides ? "nvfp4 divided" : "nvfp4",
+                                           .block = 2,
+                                           .scales = Scales::kByRows,
+                                           .zeros = Zeros::kOne,
+                                           .narrow = true,
+                                           .group = 16,
+                                           .column_step = 16};
+
+  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+    const uint8_t* const from = q.codes + row * q.row_bytes;
+    const auto* const scales = static_cast<const uint8_t*>(q.scales) + row * q.groups;
+    const float factor = float_at(q.zeros);
+    for (int64_t k = first, end = first + size; k < end;) {
+      const float narrow = e4m3(scales[k / 16]), scale = kDivides ? narrow / factor : narrow * factor;
+      for (const int64_t stop = std::min(end, (k / 16 + 1) * 16); k < stop; ++k)
+        *to++ = 0.5f * kTwiceE2m1[(from[k / 2] >> (4 * (k % 2))) & 15] * scale;
+    }
+  }
+};
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Blocks of columns with their scales: ggml's.
 
@@ -541,12 +564,13 @@ struct FormatList {
   }
 };
 
-using Formats = FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
-                           formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4,
-                           formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0, formats::Q2K,
-                           formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs,
-                           formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs,
-                           formats::Iq2S, formats::Iq3Xxs, formats::Iq3S, formats::Iq1S, formats::Iq1M>;
+using Formats =
+    FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
+               formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4,
+               formats::Nvfp4<false>, formats::Nvfp4<true>, formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1,
+               formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl,
+               formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs,
+               formats::Iq2S, formats::Iq3Xxs, formats::Iq3S, formats::Iq1S, formats::Iq1M>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

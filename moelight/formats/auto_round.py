@@ -14,6 +14,7 @@ from moelight.formats.awq import awq
 from moelight.formats.format import Format
 from moelight.formats.gptq import gptq
 from moelight.formats.mxfp4 import MX_GROUP, mxfp4
+from moelight.formats.nvfp4 import NV_GROUP, nvfp4
 from moelight.formats.rules import NEVER, ROUTERS, ModuleRule, Settings, pattern_of
 
 METHODS = ("auto-round", "intel/auto-round")  # of a ``quantization_config``
@@ -68,6 +69,12 @@ def _mxfp4(settings: Settings, _: str) -> Format:
     return mxfp4((".weight_packed", ".weight_scale"))
 
 
+def _nvfp4(settings: Settings, _: str) -> Format:
+    settings.integer("bits", 4, lambda bits: bits == 4, "4 where data_type is nv_fp")
+    settings.integer("group_size", NV_GROUP, lambda size: size == NV_GROUP, f"{NV_GROUP} where data_type is nv_fp")
+    return nvfp4(divides=True)
+
+
 _Reader = Callable[[Settings, str], Format]
 _INTEGERS: Mapping[str, _Reader] = {"int": _integers}
-_FLOATS: Mapping[str, _Reader] = {"mx_fp": _mxfp4}
+_FLOATS: Mapping[str, _Reader] = {"mx_fp": _mxfp4, "nv_fp": _nvfp4}

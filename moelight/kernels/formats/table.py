@@ -9,6 +9,7 @@ from moelight.kernels.formats.awq import AWQReference
 from moelight.kernels.formats.ggml import GGMLReference
 from moelight.kernels.formats.gptq import GPTQReference
 from moelight.kernels.formats.mxfp4 import MXFP4Reference
+from moelight.kernels.formats.nvfp4 import NVFP4Reference
 from moelight.kernels.formats.packed import PackedReference
 from moelight.kernels.formats.plain import PlainReference
 from moelight.kernels.formats.reference import Encoder, Reference
@@ -22,6 +23,7 @@ _REFERENCES: Mapping[str, Reference] = {
     "gptq": GPTQReference(),
     "awq": AWQReference(),
     "mxfp4": MXFP4Reference(),
+    "nvfp4": NVFP4Reference(),
     "ggml": GGMLReference(),
 }
 

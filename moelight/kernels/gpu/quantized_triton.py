@@ -672,3 +672,27 @@ def mxfp4_tile(
     code = e2m1(e2m1_codes(codes, row, first, depth, EVEN, K))
     place = FORM.by.place(row, groups_of(order, first, depth, groups, FORM, EVEN, K), rows, groups, FORM)
     return code * repeat_rows(loaded_scale(scales + place, FORM.exponent), FORM.shared)
+
+
+@triton.jit
+def scale_times(scale, number):
+    """Scales of NVFP4 of ModelOpt."""
+    return scale * number
+
+
+@triton.jit
+def scale_over(scale, number):
+    """The same of compressed-tensors: rounded once, as a division on a CPU is."""
+    return tl.div_rn(scale, scale * 0 + number)
+
+
+@triton.jit
+def nvfp4_tile(
+    codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """E2M1 codes times E4M3 scales and a number of all."""
+    code = e2m1(e2m1_codes(codes, row, first, depth, EVEN, K))
+    place = FORM.by.place(row, groups_of(order, first, depth, groups, FORM, EVEN, K), rows, groups, FORM)
+    number = tl.load(zeros.to(tl.pointer_type(tl.float32)))
+    return code * repeat_rows(FORM.by.decode(e4m3(tl.load(scales + place)), number), FORM.shared)

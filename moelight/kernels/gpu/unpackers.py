@@ -80,6 +80,8 @@ UNPACKERS: Mapping[str, Unpacker] = {
     "mxfp4": Unpacker(
         unpack=quantized_triton.mxfp4_tile, integers=integers_triton.mxfp4_integers, scale=integers_triton.mxfp4_scale
     ),
+    "nvfp4": Unpacker(unpack=quantized_triton.nvfp4_tile, decode=quantized_triton.scale_times),
+    "nvfp4 divided": Unpacker(unpack=quantized_triton.nvfp4_tile, decode=quantized_triton.scale_over),
     "Q4_0": replace(_BLOCKS, decode=quantized_triton.q4_0, integers=integers_triton.q4_0_integers),
     "Q4_1": replace(_BLOCKS, decode=quantized_triton.q4_1),
     "Q5_0": replace(_BLOCKS, decode=quantized_triton.q5_0),
