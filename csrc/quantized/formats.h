@@ -229,6 +229,34 @@ struct Nvfp4 {
   }
 };
 
+// MLX's affine groups: codes of a row as one string of bits, the lowest first; a number is code scale + bias.
+template <int kBits>
+struct Mlx {
+  static constexpr FormatTraits kTraits = {.name = "mlx",
+                                           .bits = kBits,
+                                           .block = 32,
+                                           .block_bytes = 4 * kBits,
+                                           .scales = Scales::kByRows,
+                                           .zeros = Zeros::kLikeScales,
+                                           .column_step = 32};
+
+  static uint32_t stored(const uint8_t* from, int64_t k) {
+    const int64_t bit = k * kBits;
+    uint32_t both = from[bit / 8];
+    if (8 % kBits != 0 && bit % 8 + kBits > 8) both |= static_cast<uint32_t>(from[bit / 8 + 1]) << 8;
+    return (both >> (bit % 8)) & ((1u << kBits) - 1);
+  }
+  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+    const uint8_t* const from = q.codes + row * q.row_bytes;
+    for (int64_t k = first, end = first + size; k < end;) {
+      const int64_t at = row * q.groups + k / q.group;
+      const float scale = scale_at(q, at), bias = number_at(q.zeros, q.scale_type, at);
+      for (const int64_t stop = std::min(end, (k / q.group + 1) * q.group); k < stop; ++k)
+        *to++ = static_cast<float>(stored(from, k)) * scale + bias;
+    }
+  }
+};
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Blocks of columns with their scales: ggml's.
 
@@ -567,10 +595,11 @@ struct FormatList {
 using Formats =
     FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
                formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4,
-               formats::Nvfp4<false>, formats::Nvfp4<true>, formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1,
-               formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl,
-               formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs,
-               formats::Iq2S, formats::Iq3Xxs, formats::Iq3S, formats::Iq1S, formats::Iq1M>;
+               formats::Nvfp4<false>, formats::Nvfp4<true>, formats::Mlx<2>, formats::Mlx<3>, formats::Mlx<4>,
+               formats::Mlx<5>, formats::Mlx<6>, formats::Mlx<8>, formats::Q4_0, formats::Q4_1, formats::Q5_0,
+               formats::Q5_1, formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K,
+               formats::Iq4Nl, formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs,
+               formats::Iq2Xs, formats::Iq2S, formats::Iq3Xxs, formats::Iq3S, formats::Iq1S, formats::Iq1M>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>

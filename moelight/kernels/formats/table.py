@@ -8,6 +8,7 @@ from moelight.formats.format import Format
 from moelight.kernels.formats.awq import AWQReference
 from moelight.kernels.formats.ggml import GGMLReference
 from moelight.kernels.formats.gptq import GPTQReference
+from moelight.kernels.formats.mlx import MLXReference
 from moelight.kernels.formats.mxfp4 import MXFP4Reference
 from moelight.kernels.formats.nvfp4 import NVFP4Reference
 from moelight.kernels.formats.packed import PackedReference
@@ -24,6 +25,7 @@ _REFERENCES: Mapping[str, Reference] = {
     "awq": AWQReference(),
     "mxfp4": MXFP4Reference(),
     "nvfp4": NVFP4Reference(),
+    "mlx": MLXReference(),
     "ggml": GGMLReference(),
 }
 

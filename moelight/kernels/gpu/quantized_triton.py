@@ -696,3 +696,31 @@ def nvfp4_tile(
     place = FORM.by.place(row, groups_of(order, first, depth, groups, FORM, EVEN, K), rows, groups, FORM)
     number = tl.load(zeros.to(tl.pointer_type(tl.float32)))
     return code * repeat_rows(FORM.by.decode(e4m3(tl.load(scales + place)), number), FORM.shared)
+
+
+@triton.jit
+def codes_of_bits(codes, row, first, depth, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr):
+    """Codes (int32) of rows that are one string of bits, the lowest first, [K, N]."""
+    bit = inputs(first, depth, EVEN, K, 1) * FORM.bits
+    row_bytes = depth * FORM.bits // 8
+    line = codes.to(tl.pointer_type(tl.uint8)) + row[None, :] * row_bytes
+    low = tl.load(line + (bit // 8)[:, None]).to(tl.int32)
+    high = tl.load(line + tl.minimum(bit // 8 + 1, row_bytes - 1)[:, None]).to(tl.int32)
+    return ((low | (high << 8)) >> (bit % 8)[:, None]) & ((1 << FORM.bits) - 1)
+
+
+@triton.jit
+def mlx_tile(
+    codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Unsigned codes times scales, plus biases of their type."""
+    if 32 % FORM.bits == 0:
+        code = FORM.by.codes(codes, row, first, rows, depth, FORM, EVEN, K)
+    else:
+        code = codes_of_bits(codes, row, first, depth, FORM, EVEN, K)
+    place = FORM.by.place(row, groups_of(order, first, depth, groups, FORM, EVEN, K), rows, groups, FORM)
+    bias = tl.load(zeros.to(tl.pointer_type(scales.dtype.element_ty)) + place).to(tl.float32)
+    return whole(code) * repeat_rows(tl.load(scales + place).to(tl.float32), FORM.shared) + repeat_rows(
+        bias, FORM.shared
+    )
