@@ -257,6 +257,22 @@ struct Mlx {
   }
 };
 
+// bitsandbytes: codes of sixteen numbers, the first of two in the upper bits, times a scale by groups of columns.
+template <bool kNormal>
+struct BitsAndBytes {
+  static constexpr FormatTraits kTraits = {
+      .name = kNormal ? "nf4" : "fp4", .block = 2, .scales = Scales::kByRows, .column_step = 2};
+
+  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+    const uint8_t* const from = q.codes + row * q.row_bytes;
+    for (int64_t k = first, end = first + size; k < end;) {
+      const float scale = scale_at(q, row * q.groups + k / q.group);
+      for (const int64_t stop = std::min(end, (k / q.group + 1) * q.group); k < stop; ++k)
+        *to++ = (kNormal ? kNf4 : kFp4)[(from[k / 2] >> (4 * (1 - k % 2))) & 15] * scale;
+    }
+  }
+};
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Blocks of columns with their scales: ggml's.
 
@@ -596,10 +612,11 @@ using Formats =
     FormatList<formats::Fp8, formats::Int8, formats::Packed<2>, formats::Packed<4>, formats::Packed<8>,
                formats::Gptq<2>, formats::Gptq<4>, formats::Gptq<8>, formats::Awq, formats::Mxfp4,
                formats::Nvfp4<false>, formats::Nvfp4<true>, formats::Mlx<2>, formats::Mlx<3>, formats::Mlx<4>,
-               formats::Mlx<5>, formats::Mlx<6>, formats::Mlx<8>, formats::Q4_0, formats::Q4_1, formats::Q5_0,
-               formats::Q5_1, formats::Q8_0, formats::Q2K, formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K,
-               formats::Iq4Nl, formats::Iq4Xs, formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs,
-               formats::Iq2Xs, formats::Iq2S, formats::Iq3Xxs, formats::Iq3S, formats::Iq1S, formats::Iq1M>;
+               formats::Mlx<5>, formats::Mlx<6>, formats::Mlx<8>, formats::BitsAndBytes<true>,
+               formats::BitsAndBytes<false>, formats::Q4_0, formats::Q4_1, formats::Q5_0, formats::Q5_1, formats::Q8_0,
+               formats::Q2K, formats::Q3K, formats::Q4K, formats::Q5K, formats::Q6K, formats::Iq4Nl, formats::Iq4Xs,
+               formats::Mxfp4Blocks, formats::Tq1_0, formats::Tq2_0, formats::Iq2Xxs, formats::Iq2Xs, formats::Iq2S,
+               formats::Iq3Xxs, formats::Iq3S, formats::Iq1S, formats::Iq1M>;
 
 // by(Row()) of the format of a matrix: asked once for a matrix, not for its lines.
 template <class F>
