@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from moelight.weights.load import PageReader
 from tests.cases import exhaustive, thorough
 from tests.engine.graphs import HOW, ORDERS_BY_NAME, SIZES, STREAMED, few_tokens, prompts, tokens
 from tests.engines import Tiny
-from tests.weights.quantised import BY_ROWS, METHODS, Method, quantise, quantise_stacks
+from tests.weights.quantised import BY_ROWS, METHODS, Method, pack_mlx, quantise, quantise_stacks
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 RESIDENT = Shares(host=1.0)
@@ -306,6 +308,40 @@ def test_auto_round_stores_gptq_without_an_order(mixtral: Path, tmp_path: Path) 
     path.write_text(json.dumps(config | {"quantization_config": written}))
     for homes in (RESIDENT, STREAMED):
         assert tokens(quantised, weights=homes) == tokens(values, weights=homes)
+
+
+def test_a_directory_of_mlx_lm(tiny: Tiny, tmp_path: Path) -> None:
+    """Stacks of each matrix, a router in 8 bits, and a matrix that is plain because groups do not divide its rows."""
+    source = tiny("mixtral", intermediate_size=48, **SHAPE)
+    written = {"group_size": 32, "bits": 4, "mode": "affine", "lm_head": False}
+    written["model.layers.0.block_sparse_moe.gate"] = {"group_size": 32, "bits": 8}
+    for matrix in ("gate_proj", "up_proj"):
+        written[f"model.layers.1.block_sparse_moe.switch_mlp.{matrix}"] = {"group_size": 64, "bits": 4}
+    wide = re.compile(r"model\.layers\.1\..*\.w[13]")
+    quantised, values = quantise(
+        source,
+        tmp_path,
+        Method(written, METHODS["mlx int4"].pack),
+        lambda module: partial(
+            pack_mlx,
+            bits=8 if module.endswith("0.block_sparse_moe.gate") else 4,
+            group=64 if wide.match(module) else 32,
+        ),
+    )
+    tensors, stacks = load_file(quantised / "model.safetensors"), dict[str, list[Tensor]]()
+    for name in list(tensors):
+        if match := re.fullmatch(r"(.*)\.experts\.(\d+)\.(w\d)\.(\w+)", name):
+            matrix = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}[match[3]]
+            stacks.setdefault(f"{match[1]}.switch_mlp.{matrix}.{match[4]}", []).append(tensors.pop(name))
+    tensors |= {name: torch.stack(items) for name, items in stacks.items()}
+    save_file(tensors, quantised / "model.safetensors", {"format": "mlx"})
+    assert tensors["model.layers.0.block_sparse_moe.switch_mlp.down_proj.weight"].dtype == torch.float32
+    for homes in (RESIDENT, STREAMED):
+        assert tokens(quantised, weights=homes) == tokens(values, weights=homes)
+    single = "model.layers.0.block_sparse_moe.experts.1.up_proj.scales"
+    save_file(tensors | {single: torch.ones(2)}, quantised / "model.safetensors", {"format": "mlx"})
+    with pytest.raises(CheckpointError, match="switch_mlp"):
+        open_model(str(quantised))
 
 
 def test_a_page_is_examined_until_it_passes(mixtral: Path, tmp_path: Path) -> None:

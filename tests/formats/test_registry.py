@@ -72,7 +72,7 @@ def test_rows_agree_with_their_formats() -> None:
         assert row.format.key == key
         assert set(row.suffixes) <= set(SUFFIXES)
     assert {"gptq", "awq", "fp8", "fbgemm_fp8", "mxfp4"} <= METHODS.keys()
-    assert len({name for name, _ in SCHEMES}) == 5
+    assert len({name for name, _ in SCHEMES}) == 6
 
 
 @pytest.mark.parametrize("name", sorted({**EXAMPLES, **GGML_FORMATS}))

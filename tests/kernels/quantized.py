@@ -12,10 +12,12 @@ from moelight.formats.ggml import GGML_FORMATS
 from moelight.formats.gptq import gptq
 from moelight.formats.int8 import Int8Format
 from moelight.formats.matrix import Matrix
+from moelight.formats.mlx import mlx
 from moelight.formats.mxfp4 import MX_GROUP, mxfp4
+from moelight.formats.nvfp4 import NV_GROUP, nvfp4
 from moelight.formats.packed import PackedFormat
 
-_INTS = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8}
+_INTS = {"I32": torch.int32, "U32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Bytes of a ggml block at which its float16 scales begin.
 _HALVES = {
@@ -72,6 +74,11 @@ FORMATS = {
     "awq": awq(group=64),
     "awq rows": awq(group=0),
     "mxfp4": mxfp4(("_blocks", "_scales")),
+    "nvfp4": nvfp4(divides=False),
+    "nvfp4 divided": nvfp4(divides=True),
+    "mlx int3": mlx(bits=3, group=32, scale="F16"),
+    "mlx int4": mlx(bits=4, group=64),
+    "mlx int6": mlx(bits=6, group=128),
     **{name: stored for name, stored in GGML_FORMATS.items() if stored.key == "ggml"},
 }
 
@@ -80,9 +87,9 @@ def step(stored: Format) -> tuple[int, int]:
     """Of rows and columns."""
     if stored.key == "ggml":
         return 1, stored.block
-    if stored.key == "mxfp4":
-        return 1, MX_GROUP
-    columns = stored.group or 1 if stored.key in {"packed", "awq"} else 1
+    if stored.key in {"mxfp4", "nvfp4"}:
+        return 1, MX_GROUP if stored.key == "mxfp4" else NV_GROUP
+    columns = stored.group or 1 if stored.key in {"packed", "awq", "mlx"} else 1
     if stored.key == "gptq":
         return stored.per_word, stored.per_word
     return stored.per_word if stored.key == "awq" else 1, columns
@@ -119,6 +126,10 @@ def _part(stored: Format, part: TensorSpec, source: torch.Generator) -> Tensor:
         if name in _FLOATS:
             return scales.to(_FLOATS[name])
         return torch.randint(118, 123, part.shape, generator=source, dtype=torch.uint8).view(_dtype(name))
+    if part.suffix in stored.names[2:3] and name in _FLOATS:
+        if stored.key == "nvfp4":
+            return torch.full(part.shape, 2.1e4 if stored.native_name == "nvfp4 divided" else 4.7e-5)
+        return (torch.rand(part.shape, generator=source) * -0.05).to(_FLOATS[name])
     raw = torch.randint(0, 256, (part.nbytes,), generator=source, dtype=torch.uint8)
     if name == "F8_E4M3":
         raw = torch.where((raw & 127) > 120, raw & 0xF0, raw)

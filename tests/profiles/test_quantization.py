@@ -15,7 +15,9 @@ from moelight.formats.format import Format
 from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import GGML_FORMATS
 from moelight.formats.gptq import gptq
+from moelight.formats.mlx import mlx
 from moelight.formats.mxfp4 import mxfp4
+from moelight.formats.nvfp4 import nvfp4
 from moelight.formats.registry import similar_format
 from moelight.hrm import costs
 from moelight.hrm.inventory import inventory
@@ -131,6 +133,47 @@ def test_auto_round_that_is_not_read_is_refused(change: dict[str, Any], complain
     assert complaint in str(caught.value) and str(caught.value).isprintable()
 
 
+MLX = {"group_size": 64, "bits": 4, "mode": "affine"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.0.self_attn*"]}
+
+
+def test_modules_of_mlx() -> None:
+    """A config names no method; modules that have no scales are plain."""
+    stack = "model.layers.0.mlp.switch_mlp.down_proj"
+    result = read({**MLX, stack: {"group_size": 32, "bits": 8}, "lm_head": False, "model.norm": True})
+    assert result.format_of("lm_head") is None
+    assert result.format_of("model.layers.0.mlp.experts.7.down_proj") == mlx(bits=8, group=32)
+    assert result.format_of("model.layers.0.mlp.experts.7.up_proj") == mlx(bits=4, group=64)
+    assert (
+        result.format_of("model.embed_tokens") == result.format_of("model.layers.0.mlp.gate") == mlx(bits=4, group=64)
+    )
+
+
+def test_modules_of_modelopt() -> None:
+    result = read(MODELOPT)
+    assert result.format_of("model.layers.0.self_attn.q_proj") is None and result.format_of("lm_head") is None
+    assert result.format_of("model.layers.0.mlp.experts.7.up_proj") == nvfp4(divides=False)
+    tensor = fp8(block=(0, 0), scale="F32", suffix=".weight_scale")
+    assert read({**MODELOPT, "quant_algo": "FP8"}).format_of("x") == tensor
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({**MLX, "mode": "mxfp4"}, "of mode only affine is read"),
+        ({**MLX, "bits": 7}, "bits there must be one of 2, 3, 4, 5, 6, 8"),
+        ({**MLX, "group_size": 48}, "group_size there must be one of 32, 64, 128"),
+        ({**MLX, "lm_head": {"bits": 9}}, "bits there must be one of"),
+        ({**MODELOPT, "quant_algo": "NVFP4_AWQ"}, "of quant_algo only nvfp4, w4a16_nvfp4, fp8 is read"),
+        ({**MODELOPT, "ignore": ["*a*b*c*d*e"]}, "a pattern there is too long a one"),
+    ],
+)
+def test_mlx_and_modelopt_that_are_not_read_are_refused(config: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(config)
+    assert complaint in str(caught.value) and str(caught.value).isprintable()
+
+
 def test_mxfp4_of_gpt_oss_is_that_of_its_experts() -> None:
     name = released("gpt-oss-20b")
     original, result = (
@@ -178,7 +221,6 @@ def test_modules_that_are_not_converted() -> None:
     [
         ({"quant_method": "gptqq"}, "did you mean 'gptq'"),
         ({"quant_method": "quark", "global_quant_config": {}}, "'quark', by none of the methods read"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt', "),
         ({"quant_method": "bitsandbytes"}, "by none of the methods read (gptq, awq, fp8"),
         ({**GPTQ, "bits": 3}, "bits there must be 2, 4 or 8"),
         ({**GPTQ, "bits": True}, "bits there must be"),

@@ -106,6 +106,31 @@ def _compressed(stored_as: str, **inputs: Any) -> Method:
     return Method(json.loads(json.dumps(config.model_dump(), default=str)), pack)
 
 
+def _nvfp4(weight: Tensor) -> dict[str, Tensor]:
+    """By compressed-tensors, after the number of the matrix and the scales of its groups."""
+    number = 448 * 6 / weight.float().abs().amax().reshape(1)
+    scale = (weight.float().unflatten(1, (-1, 16)).abs().amax(-1) / 6 * number).to(torch.float8_e4m3fn)
+    state = {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": number}
+    written = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").compress(state, _NVFP4)
+    return {f".{suffix}": part.contiguous() for suffix, part in written.items()}
+
+
+def pack_mlx(weight: Tensor, bits: int = 4, group: int = GROUP) -> dict[str, Tensor]:
+    """Affine groups as MLX stores them: the code of the lowest number of a group is 0."""
+    groups = weight.float().unflatten(1, (-1, group))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scale, bias = (((high - low) / ((1 << bits) - 1)).clamp_min(1e-4)).to(weight.dtype), low.to(weight.dtype)
+    codes = ((groups - bias.float()[..., None]) / scale.float()[..., None]).round().clamp(0, (1 << bits) - 1)
+    places = (codes.flatten(1).int()[..., None] >> torch.arange(bits)) & 1
+    words = (places.reshape(len(weight), -1, 32).long() << torch.arange(32)).sum(-1)
+    return {".weight": words.to(torch.uint32), ".scales": scale, ".biases": bias}
+
+
+_NVFP4_INPUTS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+_NVFP4 = QuantizationScheme(
+    targets=["Linear"], weights=QuantizationArgs(**_NVFP4_INPUTS, scale_dtype=torch.float8_e4m3fn)
+)
+
 METHODS = {
     "gptq int4": _gptq(4, ordered=False),
     "gptq int4 ordered": _gptq(4, ordered=True),
@@ -116,6 +141,8 @@ METHODS = {
     "int4 zero points": _compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP, symmetric=False),
     "int8": _compressed("int-quantized", num_bits=8, strategy="channel"),
     "fp8 channels": _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "nvfp4": Method(_compressed("nvfp4-pack-quantized", **_NVFP4_INPUTS).config, _nvfp4),
+    "mlx int4": Method({"bits": 4, "group_size": GROUP, "mode": "affine", "lm_head": False}, pack_mlx),
     "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=GROUP),
 }
 

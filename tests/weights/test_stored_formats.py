@@ -12,13 +12,18 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moelight.core.errors import ConfigError
 from moelight.formats.awq import awq
+from moelight.formats.format import Format
 from moelight.formats.fp8 import fp8
+from moelight.formats.matrix import Matrix
+from moelight.formats.mlx import mlx
 from moelight.formats.mxfp4 import mxfp4
-from moelight.kernels.quantized import row_blocks
+from moelight.formats.nvfp4 import nvfp4
+from moelight.kernels.quantized import cpu_dequantize, row_blocks
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import Quantization, read_quantization
 from tests.weights.packers import pack_awq, same_bits
@@ -101,6 +106,56 @@ def test_compressed_tensors_numbers(name: str) -> None:
     )
     same_bits(result, wanted)
     assert (result.float() - weight.float()).abs().mean() < 0.5 or zero is not None
+
+
+def test_nvfp4_of_compressed_tensors() -> None:
+    """Scales are divided by the number of the matrix, in float32."""
+    torch.manual_seed(6)
+    inputs = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**inputs, scale_dtype=torch.float8_e4m3fn))
+    weight = torch.randn(ROWS, COLUMNS).bfloat16()
+    number = 448 * 6 / weight.float().abs().amax().reshape(1)
+    scale = (weight.float().unflatten(1, (-1, 16)).abs().amax(-1) / 6 * number).to(torch.float8_e4m3fn)
+    state = {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": number}
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    written = compressor.compress(state, scheme)
+    wanted = compressor.decompress(dict(written), scheme)["weight"]
+    described = QuantizationConfig(config_groups={"group_0": scheme}, format="nvfp4-pack-quantized").model_dump()
+    stored = read(json.loads(json.dumps(described, default=str))).format_of("model.layers.0.mlp.experts.0.up_proj")
+    assert stored == nvfp4(divides=True)
+    parts = {f".{suffix}": part for suffix, part in written.items()}
+    assert stored.bytes_for(ROWS, COLUMNS) == sum(part.nbytes for part in parts.values())
+    result = [block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=wanted.dtype)]
+    same_bits(torch.cat(result), wanted)
+
+
+WRITTEN = Path(__file__).parent / "written"
+
+
+def _same_values(stored: Format, parts: dict[str, Tensor], wanted: Tensor) -> None:
+    """In plain torch and by the kernels; zeros may have either sign."""
+    rows, columns = wanted.shape
+    assert stored.bytes_for(rows, columns) == sum(part.nbytes for part in parts.values())
+    assert torch.equal(torch.cat([block for _, block in row_blocks(stored, parts, rows, columns)]), wanted)
+    matrix = Matrix(stored=stored, rows=rows, columns=columns, tensors=parts)
+    assert torch.equal(cpu_dequantize(matrix, torch.float32), wanted)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(2, 64), (3, 32), (4, 64), (4, 128), (5, 128), (6, 64), (8, 32)], ids=str)
+def test_mlx_values(bits: int, group: int) -> None:
+    """Written by MLX (`written/mlx_values.py`), whose words are uint32."""
+    tensors = load_file(WRITTEN / "mlx.safetensors")
+    parts = {f".{name}": tensors[f"{bits}.{group}.{name}"] for name in ("weight", "scales", "biases")}
+    parts[".weight"] = parts[".weight"].view(torch.int32)
+    scale = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[parts[".scales"].dtype]
+    _same_values(mlx(bits=bits, group=group, scale=scale), parts, tensors[f"{bits}.{group}.values"])
+
+
+def test_modelopt_values() -> None:
+    """Written by ModelOpt (`written/modelopt_values.py`)."""
+    tensors = load_file(WRITTEN / "modelopt.safetensors")
+    parts = {f".{name}": tensors[name] for name in ("weight", "weight_scale", "weight_scale_2")}
+    _same_values(nvfp4(divides=False), parts, tensors["values"])
 
 
 def test_awq_numbers_are_those_of_the_converter() -> None:
