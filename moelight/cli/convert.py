@@ -61,10 +61,8 @@ def convert(
         raise ConfigError(f"--dense {dense!r} is not one of {', '.join(_DENSE)}{did_you_mean(dense, _DENSE)}")
     if group_size is not None and group_size not in GROUPS:
         raise ConfigError(f"--group-size {group_size} is not one of {', '.join(map(str, GROUPS))}")
-    if (keep is None) != (expert_profile is None):
-        raise ConfigError("--keep and --expert-profile belong together: how many experts stay, and which are busy")
-    if host_memory is not None and calibrate is None:
-        raise ConfigError("--host-memory is for the run over --calibrate PROMPTS.jsonl; give both, or neither")
+    _check_together(keep, expert_profile, host_memory, calibrate)
+    say_missing_kernels()
     options = ConvertOptions(
         model=model,
         output=output,
@@ -76,11 +74,20 @@ def convert(
         calibrate=calibrate,
         engine=EngineOptions(device="cpu", host_memory=host_memory),
     )
-    say_missing_kernels()
     converted = convert_checkpoint(options, lines := _ProgressLine(), _calibrating)
     for name in converted.left_out:
         print(f"not copied: {name}", file=sys.stderr)
     print(end_words(converted, output, time.monotonic() - lines.began))
+
+
+def _check_together(
+    keep: str | None, expert_profile: Path | None, host_memory: int | None, calibrate: Path | None
+) -> None:
+    """Raise ConfigError for an option without the one that it belongs to."""
+    if (keep is None) != (expert_profile is None):
+        raise ConfigError("--keep and --expert-profile belong together: how many experts stay, and which are busy")
+    if host_memory is not None and calibrate is None:
+        raise ConfigError("--host-memory is for the run over --calibrate PROMPTS.jsonl; give both, or neither")
 
 
 def _calibrating(done: int, total: int) -> None:

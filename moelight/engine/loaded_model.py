@@ -112,8 +112,7 @@ class LoadedModel:
             self.pages = self._page_store(arenas, experts)
             self.pager: RingPager | None = None
             if experts is not None and self.layout.streamed:
-                leave = experts.leave if policy.ffn_device == "split" else None
-                remembers = not experts.plain
+                leave, remembers = experts.leave if policy.ffn_device == "split" else None, not experts.plain
                 self.pager = RingPager(
                     self.pages, experts.residency, self._reader.start, leave=leave, remembers=remembers
                 )

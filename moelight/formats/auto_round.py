@@ -25,7 +25,7 @@ _PLAIN_BITS = 16
 _MODULE_NAME = re.compile(r"[\w.]+")
 
 
-def rules_of(settings: Settings, _: str) -> Iterable[ModuleRule]:
+def auto_round_rules(settings: Settings, _: str) -> Iterable[ModuleRule]:
     """Yield the rules of a config: modules that ``extra_config`` names or matches, then all others."""
     if settings.values.get("rotation_config"):
         raise ValueError("rotations of weights and activations (rotation_config) are not computed")

@@ -15,7 +15,7 @@ METHODS: Mapping[str, MethodReader] = MappingProxyType(
     {
         **{method: reader for row in FORMATS.values() for method, reader in row.methods.items()},
         compressed_tensors.METHOD: compressed_tensors.rules_of,
-        **dict.fromkeys(auto_round.METHODS, auto_round.rules_of),
+        **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_rules),
     }
 )
 

@@ -13,7 +13,7 @@ from moelight.formats.rules import FormatRow, ModuleRule, Settings
 
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 _NAMES = (".weight", ".scales", ".biases")
-# Stacks of experts, which `weights.expert_stacks` takes apart.
+# Stacks of experts, which `weights.loose_experts` takes apart.
 _STACK = re.compile(re.escape(re.escape(".switch_mlp.")))
 
 

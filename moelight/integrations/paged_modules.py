@@ -52,7 +52,7 @@ def _not_trainable(output: Any, inputs: Tensor | None) -> Any:
     return NotTrainable.apply(output, inputs)
 
 
-class PagedExperts(ABC):
+class PagedExpertModule(ABC):
     """One layer's experts under a pager, from `install` until ``undo`` is closed; ``coming`` is the next layer."""
 
     def __init__(self, layer: MoeLayer, number: int, coming: tuple[int, MoeLayer], pager: SlotPager) -> None:
@@ -87,7 +87,7 @@ class PagedExperts(ABC):
             self.undo.callback(module.__dict__.update, forward=before)
 
 
-class PagedFusedExperts(PagedExperts):
+class PagedFusedExperts(PagedExpertModule):
     """Experts of one module, called with hidden states [T, H], ids [T, k] and weights [T, k]."""
 
     def __init__(self, layer: MoeLayer, number: int, coming: tuple[int, MoeLayer], pager: SlotPager) -> None:
@@ -180,7 +180,7 @@ class _Lookup:
         return self._piece.of(self._slots[self._turn.slot(int(expert))])
 
 
-class PagedExpertList(PagedExperts):
+class PagedExpertList(PagedExpertModule):
     """Experts in a module list, called one by one; their router's output announces them if it can be decoded."""
 
     _turn: Turn | None = None

@@ -24,7 +24,7 @@ from moelight.experts.policy import DEFAULT_POLICY, Capacity, ExpertPolicy
 from moelight.experts.profile import facts_of_model, load_profile
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
 from moelight.integrations.layers import ATTACHMENT, PAGE_ALIGNMENT, MoeLayer, moe_layers
-from moelight.integrations.paged_modules import PagedExpertList, PagedExperts, PagedFusedExperts
+from moelight.integrations.paged_modules import PagedExpertList, PagedExpertModule, PagedFusedExperts
 from moelight.lang.check import read
 from moelight.lang.files import load_expert_policy
 from moelight.paging.arena import on_huge_pages
@@ -241,7 +241,7 @@ class Attachment:
         self._detaching = threading.Lock()
         with ExitStack() as undo:
             undo.callback(self._store.close)
-            paged: list[PagedExperts] = []
+            paged: list[PagedExpertModule] = []
             for number, layer in enumerate(layers):
                 following = (number + 1) % len(layers)
                 kind = PagedFusedExperts if layer.fused else PagedExpertList

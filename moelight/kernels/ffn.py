@@ -92,7 +92,7 @@ def cpu_expert_ffn(
     gate_up       E tensors [2I, H], gate rows before up rows, at any address. Beside ``up`` the gate [I, H] alone; with
                   an activation that is not gated up alone
     down          E tensors [H, I]
-    up            E tensors [I, H], if apart; floats, or quantised as ``gate_up`` is
+    up            E tensors [I, H], if apart; quantised otherwise than ``gate_up``, torch computes
     offsets       int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1]
     activation    or a name: silu, gelu_tanh (gelu(gate) up), swiglu_oai (gpt-oss's, clamped at 7)
     interleaved   rows of gate and up alternate in ``gate_up``, and in its bias
@@ -109,7 +109,7 @@ def cpu_expert_ffn(
     biases = dict(zip(_BIASES, (gate_up_bias, up_bias, down_bias), strict=True))
     weights = {"gate_up": gate_up, "up": up, "down": down}
     extension = native.extension()
-    if extension is None:
+    if extension is None or _differ(gate_up, up):
         cuts = _check_experts(x, weights, biases, offsets, out, both=act.gated and up is None)
         for name, matrices in weights.items():
             check_integers(name, by_side[name == "down"], *(matrices or ()))
@@ -125,6 +125,15 @@ def cpu_expert_ffn(
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
     extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, by_side, into, threads)
     return out
+
+
+def _differ(gate_up: Weights, up: Weights | None) -> bool:
+    """Whether gate and up are stored in different formats, for which there is no kernel."""
+    if up is None:
+        return False
+    first, second = (next((weight for weight in weights if weight is not None), None) for weights in (gate_up, up))
+    stored = [weight.stored if isinstance(weight, Matrix) else None for weight in (first, second)]
+    return first is not None and second is not None and stored[0] != stored[1]
 
 
 def _check_form(
@@ -238,9 +247,8 @@ def _check_experts(
     if both and rows % 2:
         raise ValueError(f"gate_up: must have an even number of rows, has {rows}")
     inner = rows // 2 if both else rows
-    forms: set[Format] = set()
     for name, shape in (("gate_up", (rows, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-        forms = {form for form in forms if name == "up" and form.is_quantised}
+        forms: set[Format] = set()
         bias_dtypes: tuple[torch.dtype, ...] = FLOATS
         for expert in busy if name in lists else ():
             forms.add(_check_weight(name, lists[name][expert], shape).stored)

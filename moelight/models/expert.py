@@ -109,10 +109,10 @@ class LayerExperts(list["Expert | None"]):
         alike = experts and len(experts) == len(self) and len({expert.layout_id for expert in experts}) == 1
         if not alike or activation is None or self.function.finish is not None:
             return None
-        return BoundExperts(experts[0].down.shape[0], **arguments_of(experts), activation=activation)
+        return BoundExperts(experts[0].down.shape[0], **expert_arguments(experts), activation=activation)
 
 
-def arguments_of(experts: Sequence[Expert | None]) -> dict[str, Any]:
+def expert_arguments(experts: Sequence[Expert | None]) -> dict[str, Any]:
     """The arguments of `cpu_expert_ffn` for ``experts`` of one layout, of which at least one is not None."""
     first = next(expert for expert in experts if expert is not None)
     lists: dict[str, Any] = {

@@ -30,7 +30,7 @@ from moelight.models.expert import (
     ExpertFunction,
     LayerExperts,
     Weight,
-    arguments_of,
+    expert_arguments,
     in_torch,
 )
 from moelight.profiles.model import RouterSpec
@@ -80,7 +80,7 @@ def table_of(experts: Sequence[Expert], activations: Sequence[Activation | None]
     present = [activation for activation in activations if activation is not None]
     if not present or len(present) < len(activations):
         return None
-    arguments = arguments_of(experts)
+    arguments = expert_arguments(experts)
     matrices = [weight for name in MATRICES for weight in arguments.get(name, ())]
     if any(tensor.data_ptr() % ALIGNMENT_BYTES for weight in matrices for tensor in _tensors(weight)):
         return None
@@ -205,7 +205,7 @@ def _alike_in_place(rows: Tensor, experts: Sequence[Expert | None], function: Ex
     assert function.activation is not None
     # Exporting the weights of an expert without rows to the kernel would cost as much as those of a busy one.
     busy = [expert if count else None for expert, count in zip(experts, offsets.diff().tolist(), strict=True)]
-    cpu_expert_ffn(rows, **arguments_of(busy), activation=function.activation, offsets=offsets, out=rows)
+    cpu_expert_ffn(rows, **expert_arguments(busy), activation=function.activation, offsets=offsets, out=rows)
     if function.finish is not None:
         rows.copy_(function.finish(rows))
 

@@ -25,7 +25,7 @@ from moelight.formats.matrix import Matrix
 from moelight.formats.plain import PLAIN_FORMATS
 from moelight.kernels.repack import transposition
 from moelight.weights.boxes import row_major
-from moelight.weights.page_layout import Places, StridedMatrix, joined
+from moelight.weights.page_layout import Places, StridedMatrix, joined_pair
 from moelight.weights.stored_matrix import TORCH
 from moelight.weights.tensor_info import StoredMatrix, TensorInfo
 
@@ -277,7 +277,7 @@ def _arranged(places: Places, segments: Sequence[_Segment]) -> tuple[Places, boo
     only if they are stored so, and their biases alike."""
     both, biases = (
         pair if pair and any(segment.holds(pair[0]) for segment in segments) else None
-        for pair in (joined(places), joined(places, "_bias"))
+        for pair in (joined_pair(places), joined_pair(places, "_bias"))
     )
     biased = "gate_bias" in places
     if both is not None and (not biased or (biases is not None and biases[1] == both[1])):

@@ -28,7 +28,7 @@ class StridedMatrix(NamedTuple):
 Places = Mapping[str, StridedMatrix]
 
 
-def joined(places: Places, suffix: str = "") -> tuple[StridedMatrix, bool] | None:
+def joined_pair(places: Places, suffix: str = "") -> tuple[StridedMatrix, bool] | None:
     """The gate and up of ``places`` as one matrix [2 I, H], and whether their rows alternate in it; None if there is no
     gate, or they do not lie so. ``suffix``: "_bias" for the biases [2 I]."""
     gate, up = places.get(f"gate{suffix}"), places.get(f"up{suffix}")

@@ -20,9 +20,9 @@ from moelight.profiles.model import ModelProfile, StoredTensor, require_computab
 from moelight.profiles.quantization import Kept, kept_matrices, read_quantization, with_pages
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.expert_pages import ExpertPages, lay_out_pages
-from moelight.weights.expert_stacks import experts_one_by_one
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, IgnoreRule, ignore_rules, set_aside
+from moelight.weights.loose_experts import experts_one_by_one
 from moelight.weights.page_layout import in_a_row
 from moelight.weights.quantized_checkpoint import as_matrices
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo, resolve_model

@@ -173,7 +173,7 @@ def product(
     )
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    arguments, constants = programs.arguments_of(
+    arguments, constants = programs.attention_arguments(
         pages, part, x, out, slots, tokens, tile, pages.activation, 0.5 if stored else 1.0, wide=wide
     )
     how = replace(constants["HOW"], product=serving.triton_dtype(torch.float32 if wide else dtype), by_hand=False)
@@ -204,7 +204,7 @@ def integer_product(card: int, dtype: torch.dtype, form: str, part: str, mean_ro
     tile = tiles.choose_integers(divmod(card, 10), **sizes)
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    arguments, constants = programs.arguments_of(pages, part, x, out, slots, tokens, tile, pages.activation)
+    arguments, constants = programs.attention_arguments(pages, part, x, out, slots, tokens, tile, pages.activation)
     constants["HOW"] = replace(constants["HOW"], by_hand=False)
     label = f"int8 {NAMES[dtype]} {form} {part} {mean_rows}"
     return facts(label, card, grouped_triton.grouped, arguments, constants, **tiles.launch_options(tile))
@@ -236,7 +236,7 @@ def attend(card: int, dtype: torch.dtype, head_dim: int, group: int, *, decodes:
     batch = attention.RaggedBatch([1, 3], [20, 0], [0, 0], [0, 16], decoding=1, block_size=16, form=form)
     rest = {"window": 16 if every else None, "sinks": torch.empty(2 * group) if every else None}
     rest |= {"softcap": 30.0 if every else None, "cache": pool, "buffer": pool, "cache_scale": scales}
-    arguments, constants = attention.arguments_of(
+    arguments, constants = attention.attention_arguments(
         q, new, new, batch, 0.1, tile, decodes=decodes, **rest, buffer_scale=scales, out=q
     )
     constants |= {"PRODUCT": serving.triton_dtype(dtype), "BY_HAND": False}

@@ -22,7 +22,7 @@ from moelight.formats.ggml import GGML_FORMATS
 from moelight.hrm.costs import dense_bytes
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.models.checkpoints import open_model
-from moelight.models.expert import arguments_of
+from moelight.models.expert import expert_arguments
 from moelight.models.pages import PagedExperts
 from moelight.profiles.gguf_models import open_gguf
 from moelight.weights.boxes import AssembledInfo
@@ -136,8 +136,9 @@ def _multiply(opened: OpenCheckpoint, layer: int) -> None:
     result = PagedExperts(weight_map.experts).of_layer(layer, list(slots))
     x = torch.randn(ROWS * len(result), profile.hidden_size).to(DTYPE)
     offsets = torch.arange(len(result) + 1, dtype=torch.int32) * ROWS
-    out = cpu_expert_ffn(x, offsets=offsets, **arguments_of(result))
-    assert out.shape == x.shape
+    for number, expert in enumerate(result):  # one of them may lack what others have
+        out = cpu_expert_ffn(x[:ROWS], offsets=offsets[:2], **expert_arguments([expert]))
+        assert out.shape == (ROWS, x.shape[1]), number
 
 
 def outcome(path: Path, name: str) -> str:
@@ -235,7 +236,9 @@ def test_a_lie_about_scales_zero_points_or_codes_names_the_tensor(
         if lie != "missing":
             tensors[name] = LIES[lie](part)
         save_file(tensors, path / WEIGHTS, {"format": "pt"})
-        assert UP in outcome(path, method), (name, lie)
+        refusal = outcome(path, method)
+        # Without desc_act columns are in the order of their groups, whether a tensor says so or none.
+        assert UP in refusal or (lie == "missing" and name.endswith("g_idx") and not refusal), (name, lie)
 
 
 def dimensions(data: bytes, name: str) -> int:

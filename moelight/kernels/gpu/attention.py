@@ -208,7 +208,9 @@ def attend(
         for decodes, programs in ((True, batch.decoding), (False, batch.tile_count)):
             if programs:
                 tile = _tile(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], decodes=decodes)
-                positional, constants = arguments_of(q, k, v, batch, scale, tile, decodes=decodes, **rest, out=out)
+                positional, constants = attention_arguments(
+                    q, k, v, batch, scale, tile, decodes=decodes, **rest, out=out
+                )
                 if not decodes and batch.tile_tokens != tile.rows // (q.shape[1] // k.shape[1]):
                     raise ValueError(f"batch: its tiles have {batch.tile_tokens} tokens, see `prompt_form`")
                 grid = (programs, k.shape[1])
@@ -464,7 +466,7 @@ def fetch(source: Tensor, into: Tensor, pieces: Tensor) -> None:
         attention_triton.fetch[grid](*words, pieces, count, width, BW=_FETCH_NUMBERS)
 
 
-def arguments_of(
+def attention_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
