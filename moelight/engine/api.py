@@ -11,7 +11,7 @@ from typing import Any
 from moelight.core.errors import ConfigError, refuse_unknown
 from moelight.core.policy import Policy
 from moelight.core.timeline import Timeline
-from moelight.models.graph.profile import profile_of_directory
+from moelight.models.profiles import profile_of_checkpoint
 from moelight.optimizer import optimize as planner
 from moelight.optimizer.fixed_values import parse_fixes
 from moelight.optimizer.options import PlanOptions
@@ -111,4 +111,4 @@ def _hardware(hardware: HardwareProfile | str) -> HardwareProfile:
 
 
 def _model(model: ModelProfile | str) -> ModelProfile:
-    return load_model_profile(model, profile_of_directory) if isinstance(model, str) else model
+    return load_model_profile(model, profile_of_checkpoint) if isinstance(model, str) else model

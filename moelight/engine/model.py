@@ -20,7 +20,7 @@ from moelight.engine.options import EngineOptions
 from moelight.engine.tiktoken_file import TIKTOKEN
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
 from moelight.engine.tool_calls import find_tool_format
-from moelight.models.graph.profile import profile_of_directory
+from moelight.models.profiles import profile_of_checkpoint
 from moelight.optimizer.explain import activations_text
 from moelight.optimizer.plan import Plan
 from moelight.optimizer.simulation import SimulationSetup
@@ -66,7 +66,7 @@ class LazyModel:
 
     @cached_property
     def profile(self) -> ModelProfile:
-        return load_model_profile(str(self.directory), profile_of_directory)
+        return load_model_profile(str(self.directory), profile_of_checkpoint)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

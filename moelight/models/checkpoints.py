@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moelight.kernels.products import Workspace
 from moelight.models.graph.decoder import GraphDecoder
+from moelight.models.graph.gguf import config_values_of, graph_checkpoint, with_stored_bytes
 from moelight.models.graph.layers import use_kernels
 from moelight.models.graph.model import GraphModel, config_of, on_meta, read_config
 from moelight.models.graph.profile import profile_of
@@ -23,6 +24,8 @@ from moelight.models.graph.support import refuse_unserved
 from moelight.models.graph.weights import GraphWeightMap, fill_weights, matrices_of, renamer, weights_in
 from moelight.models.pages import PagedExperts
 from moelight.profiles.families import FAMILIES, profile_from_dir
+from moelight.profiles.gguf import GGUFFile, read_gguf
+from moelight.profiles.gguf_families import GraphArchitecture, architecture_of
 from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, not_computed
@@ -86,6 +89,10 @@ def _open_graph(directory: Path) -> OpenCheckpoint:
 
 def _open_gguf(path: Path) -> OpenCheckpoint:
     """Open the GGUF file ``path``; nothing is read but its header. Raises as `_graph_of`."""
+    contents = read_gguf(path)
+    name, row = architecture_of(contents)
+    if isinstance(row, GraphArchitecture):
+        return _open_gguf_graph(contents, name, row)
     file = open_gguf(path)
     if not not_computed(file.profile):
         weight_map = locate(gguf_checkpoint(file), file.profile)
@@ -98,6 +105,15 @@ def _open_gguf(path: Path) -> OpenCheckpoint:
     checkpoint = gguf_checkpoint(file, lambda name: rename(name)[0] in state)
     opened = _graph_of(config, model, checkpoint, json.dumps(values), path.stem, path)
     return as_stored(replace(opened, profile=replace(opened.profile, stored=file.profile.stored)))
+
+
+def _open_gguf_graph(file: GGUFFile, name: str, row: GraphArchitecture) -> OpenCheckpoint:
+    """Open ``file``, whose family has no other way than its module graph. Raises as `_graph_of`."""
+    values = config_values_of(file, name, row)
+    model = GraphModel(on_meta(config_of(values, where=str(file.path))))
+    checkpoint = graph_checkpoint(file, name, row, model)
+    opened = _graph_of(model.config, model, checkpoint, json.dumps(values), file.path.stem, file.path)
+    return as_stored(replace(opened, profile=with_stored_bytes(file, opened.profile)))
 
 
 def _graph_of(

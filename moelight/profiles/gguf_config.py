@@ -8,7 +8,7 @@ default.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,59 +16,13 @@ from typing import Any
 from moelight.core.errors import ConfigError, quoted
 from moelight.profiles.gguf import GGUFFile
 
-_DTYPE = "bfloat16"  # of computation
+DTYPE = "bfloat16"  # of computation
 _LOG_MULTIPLIER = 0.1  # llama.cpp stores mscale_all_dim times this
 _MOST = 1 << 48  # of a whole number
 _NOT_SCALED = (0, 1, 0.0, 1.0)
 _SIGMOID, _SOFTMAX = 2, 1
 # Files of GLM-4.7-Flash from before its gating function was written: layers and tokens, by which llama.cpp knows them.
 _GLM_LAYERS, _GLM_TOKENS = (47, 48), 154880
-
-# Architectures that are not read, and the model_type of the same models in safetensors, which runs.
-FROM_SAFETENSORS: Mapping[str, str] = MappingProxyType(
-    {
-        "afmoe": "afmoe",
-        "cohere2moe": "cohere2_moe",
-        "dbrx": "dbrx",
-        "deepseek32": "deepseek_v32",
-        "deepseek4": "deepseek_v4",
-        "dots1": "dots1",
-        "ernie4_5-moe": "ernie4_5_moe",
-        "exaone-moe": "exaone_moe",
-        "gemma2": "gemma2",
-        "gemma3": "gemma3_text",
-        "gemma4": "gemma4_text",
-        "glm-dsa": "glm_moe_dsa",
-        "glm4moe": "glm4_moe",
-        "gpt2": "gpt2",
-        "granitehybrid": "granitemoehybrid",
-        "granitemoe": "granitemoe",
-        "hunyuan-moe": "hunyuan_v1_moe",
-        "hy-v3": "hy_v3",
-        "hy-v4": "hy_v4",
-        "jamba": "jamba",
-        "kimi-linear": "kimi_linear",
-        "laguna": "laguna",
-        "lfm2moe": "lfm2_moe",
-        "llama4": "llama4_text",
-        "mellum": "mellum",
-        "mimo2": "mimo_v2_flash",
-        "minimax-m2": "minimax_m2",
-        "mistral4": "mistral4",
-        "nemotron_h": "nemotron_h",
-        "nemotron_h_moe": "nemotron_h",
-        "olmo2": "olmo2",
-        "phi3": "phi3",
-        "phimoe": "phimoe",
-        "qwen2": "qwen2",
-        "qwen3": "qwen3",
-        "qwen35": "qwen3_5_text",
-        "qwen35moe": "qwen3_5_moe_text",
-        "qwen3next": "qwen3_next",
-        "qwen3vlmoe": "qwen3_vl_moe",
-        "step35": "step3p7",
-    }
-)
 
 
 class Metadata:
@@ -83,6 +37,10 @@ class Metadata:
         tokens = file.metadata.get("tokenizer.ggml.tokens")
         if "vocab_size" not in self._values and isinstance(tokens, list):
             self._values["vocab_size"] = len(tokens)
+
+    def names(self) -> Iterable[str]:
+        """The keys that the file has."""
+        return self._values
 
     def error(self, text: str) -> ConfigError:
         return ConfigError(f"{self.where}: {text}")
@@ -274,26 +232,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
     }
 )
-_READ = "from GGUF these architectures are read: " + ", ".join(
-    f"{name} (with experts)" if name == "llama" else name for name in ARCHITECTURES
-)
-
-
-def architecture_of(file: GGUFFile) -> tuple[str, Architecture]:
-    """``general.architecture`` and what is known of it; raises ConfigError for one that is not read."""
-    name = file.metadata.get("general.architecture")
-    if name == "llama" and not file.metadata.get("llama.expert_count"):
-        raise ConfigError(
-            f"{file.path}: general.architecture 'llama' without experts (llama.expert_count) is not read; such models "
-            f"run from safetensors (model_type llama); {_READ}"
-        )
-    if isinstance(name, str) and name in ARCHITECTURES:
-        return name, ARCHITECTURES[name]
-    family = FROM_SAFETENSORS.get(name) if isinstance(name, str) else None
-    runs = "`moelight models` lists the families that run from safetensors"
-    if family is not None:
-        runs = f"the family runs from safetensors (model_type {family})"
-    raise ConfigError(f"{file.path}: general.architecture {quoted(name)} is not read; {runs}; {_READ}")
 
 
 def layers_of(keys: Metadata) -> int:
@@ -310,7 +248,7 @@ def config_values(file: GGUFFile, name: str, architecture: Architecture) -> dict
     heads, hidden = keys.integer("attention.head_count", least=1), keys.integer("embedding_length", least=1)
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
-        "dtype": _DTYPE,
+        "dtype": DTYPE,
         "num_hidden_layers": layers_of(keys),
         "max_position_embeddings": keys.need("context_length"),
         "hidden_size": hidden,
@@ -322,7 +260,7 @@ def config_values(file: GGUFFile, name: str, architecture: Architecture) -> dict
         architecture.experts: keys.integer("expert_count", least=1),
         "num_experts_per_tok": keys.integer("expert_used_count", least=1),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rotary(keys, architecture),
+        "rope_parameters": rotary(keys, architecture.rope),
     }
     config |= architecture.more(keys)
     width = config["head_dim"]
@@ -334,8 +272,9 @@ def config_values(file: GGUFFile, name: str, architecture: Architecture) -> dict
     return config
 
 
-def _rotary(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
-    """``rope_parameters``. A factor without a type is linear, a type without a factor changes nothing."""
+def rotary(keys: Metadata, unsaid: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_parameters``; ``unsaid``: what files do not say of scaled ones. A factor without a type is linear, a type
+    without a factor changes nothing."""
     kind = keys.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise keys.error(f"{keys.name}.rope.scaling.type {quoted(kind)} is not read; known: none, linear, yarn")
@@ -348,7 +287,7 @@ def _rotary(keys: Metadata, architecture: Architecture) -> dict[str, Any]:
     if kind == "linear":
         return rotary
     rotary |= {
-        **architecture.rope,
+        **unsaid,
         "original_max_position_embeddings": keys.get(
             "rope.scaling.original_context_length", keys.need("context_length")
         ),

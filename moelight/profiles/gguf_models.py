@@ -18,7 +18,8 @@ from moelight.formats.format import PAGE_ALIGNMENT
 from moelight.formats.ggml import ggml_format
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.gguf import GGMLTensor, GGUFFile, read_gguf
-from moelight.profiles.gguf_config import Metadata, architecture_of, config_values
+from moelight.profiles.gguf_config import Metadata, config_values
+from moelight.profiles.gguf_families import GraphArchitecture, architecture_of
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor
 from moelight.profiles.quantization import Kept, kept_matrices
@@ -97,6 +98,8 @@ def open_gguf(path: Path) -> GGUFModel:
     """
     file = read_gguf(path)
     name, architecture = architecture_of(file)
+    if isinstance(architecture, GraphArchitecture):
+        raise ConfigError(f"{path}: {architecture.model_type} has no decoder here and runs as its module graph")
     config = HFConfig(config_values(file, name, architecture), where=str(path))
     profile = profile_from_config(config, name=path.stem)
     tensors = _tensors(file, name, profile)

@@ -12,6 +12,8 @@ from typing import Any
 from moelight.core.errors import ConfigError
 from moelight.profiles.families import FAMILIES, profile_from_config, profile_from_dir
 from moelight.profiles.files import YamlNode, find_profile, profile_names, read_yaml
+from moelight.profiles.gguf import read_gguf
+from moelight.profiles.gguf_families import GraphArchitecture, architecture_of
 from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
@@ -117,13 +119,14 @@ NESTED_KEYS = {
 
 def load_model_profile(name_or_path: str, others: Callable[[Path], ModelProfile] = profile_from_dir) -> ModelProfile:
     """The profile of a named model, of a YAML file, of a GGUF file, or of the checkpoint in a directory (also of its
-    config.json), which ``others`` reads if its family is none of `FAMILIES`.
+    config.json); ``others`` reads directories and files whose family is none of `FAMILIES`.
 
     Names take precedence over directories. Raises CheckpointError if a directory has no readable ``config.json``.
     """
     path = _place(name_or_path)
     if path.suffix == GGUF:
-        return open_gguf(path).profile
+        architecture = architecture_of(read_gguf(path))[1]
+        return others(path) if isinstance(architecture, GraphArchitecture) else open_gguf(path).profile
     if path.is_dir():
         family = HFConfig.from_file(path / "config.json").find("model_type")
         return others(path) if isinstance(family, str) and family not in FAMILIES else profile_from_dir(path)

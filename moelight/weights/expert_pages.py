@@ -156,25 +156,27 @@ def lay_out_pages(
 
     Args:
         places: where the values are in the pages of each layer.
-        dense: pages are those of the layers of a dense model, whose matrices have names of their own.
+        dense: pages are those of the layers of a dense model, whose matrices have names of their own, and are floats:
+            quantised matrices are unpacked when they are read.
     """
-    quantised = any(info.matrices for infos in pages.values() for info in infos)
+    quantised = not dense and any(info.matrices for infos in pages.values() for info in infos)
     ids: dict[tuple[object, ...], int] = {}
     numbered: dict[tuple[PageLayout, int], int] = {}
     layout_ids: dict[Page, int] = {}
     pieces: dict[Page, tuple[TensorInfo, ...]] = {}
     orders: dict[str, GroupOrder] = {}
     for page, infos in pages.items():
-        parts, where = [info.stored() for info in infos], places[page.layer]
+        laid_out = infos if quantised else [replace(info, matrices=(), turned=False) for info in infos]
+        parts, where = [info.stored() for info in laid_out], places[page.layer]
         held = tuple(info for part in parts for suffix, info in part.tensors.items() if suffix != SHAPE)
         key = (id(where), *(part.stored for part in parts), *((info.dtype, info.nbytes) for info in held))
         if key not in ids:
-            segments, nbytes = _segments(infos, parts, PAGE_ALIGNMENT if quantised else 1)
+            segments, nbytes = _segments(laid_out, parts, PAGE_ALIGNMENT if quantised else 1)
             named, interleaved = (where, False) if dense else _arranged(where, segments)
             taken = {name: _segment_at(segments, strided).take(strided) for name, strided in named.items()}
             layout = ExpertLayout(parts=taken, interleaved=interleaved)
             ids[key] = numbered.setdefault((layout, nbytes), len(numbered))
-        layout_ids[page], pieces[page] = ids[key], held
+        layout_ids[page], pieces[page] = ids[key], held if quantised else infos
         orders.update(_orders(parts))
     sizes = [nbytes for _, nbytes in numbered]
     return ExpertPages(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from moelight.core.dtypes import FLOAT32, dtype_named
 from moelight.formats.format import ITEM_BYTES
+from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
 from moelight.profiles.quantization import expert_module
 from moelight.weights.boxes import AssembledInfo, Tiled, concatenated
@@ -77,9 +79,32 @@ def _keys_and_values(model: GGUFModel, name: str, layer: int, dtype: str) -> Ten
     keys, values = parts[0].permute((0, 2, 1)), parts[1]
     heads, _, rank = keys.shape
     joined = concatenated((keys, values), 1)
-    shape = (heads * joined.shape[1], rank)
-    file = model.tensors["k_b", layer].file
-    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-    return AssembledInfo(
-        name=name, file=file, dtype=dtype, shape=shape, offset=0, nbytes=nbytes, tiled=joined.view(shape)
-    )
+    tiled = joined.view((heads * joined.shape[1], rank))
+    return assembled_info(name, model.tensors["k_b", layer].file, tiled, dtype)
+
+
+def assembled_info(name: str, file: Path, tiled: Tiled, dtype: str) -> AssembledInfo:
+    """The tensor ``name`` that ``tiled`` puts together, as numbers of ``dtype``."""
+    nbytes = math.prod(tiled.shape) * ITEM_BYTES[dtype]
+    return AssembledInfo(name=name, file=file, dtype=dtype, shape=tiled.shape, offset=0, nbytes=nbytes, tiled=tiled)
+
+
+def matrix_info(
+    name: str, tensor: GGMLTensor, shape: tuple[int, ...], dtype: str, *, heads: int = 0, stored_as: str = ""
+) -> TensorInfo:
+    """All numbers of ``tensor`` as a tensor ``name`` of ``shape``; ``heads`` and ``stored_as`` as of `StoredMatrix`."""
+    columns = 1 if heads and len(tensor.shape) == 1 else tensor.shape[-1]
+    matrix = replace(ggml_matrix(tensor, columns=columns), heads=heads, stored_as=stored_as)
+    return matrix.as_values(name, dtype, shape)
+
+
+def expert_infos(tensor: GGMLTensor, name: str, dtype: str, *, half: int, halves: int) -> Iterator[TensorInfo]:
+    """The matrix or bias of each expert in the stack ``tensor``, called ``name`` with its number; of a stack with
+    ``halves``, gate rows before up rows, number ``half`` of them."""
+    bias = len(tensor.shape) == 2
+    for expert in range(tensor.shape[0]):
+        matrix = ggml_matrix(tensor).rows_of(expert, expert + 1) if bias else ggml_matrix(tensor, expert=expert)
+        if not bias:
+            rows = matrix.rows // halves
+            matrix = matrix.rows_of(half * rows, (half + 1) * rows)
+        yield matrix.as_values(name.format(expert), dtype, (matrix.columns,) if bias else matrix.shape)

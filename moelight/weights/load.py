@@ -36,7 +36,7 @@ from moelight.profiles.quantization import KEPT
 from moelight.profiles.tensor_list import dense_tensors
 from moelight.weights.expert_pages import ExpertPages
 from moelight.weights.source import TensorInfo
-from moelight.weights.stored_matrix import read_matrix
+from moelight.weights.stored_matrix import INVERSES, read_matrix
 from moelight.weights.tensor_info import StoredMatrix
 from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
@@ -240,9 +240,23 @@ def read_tensor_into(reader: TensorReader, info: TensorInfo, dest: torch.Tensor)
     dequantised(matrix, dest.view(matrix.rows, matrix.columns))
 
 
+def values_between(info: TensorInfo, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """``count`` numbers [count] of ``info`` from number ``begin`` on, row by row, as ``dtype``."""
+    matrix = info.matrices[0]
+    line = matrix.columns
+    first, last = begin // line, (begin + count - 1) // line + 1
+    if matrix.heads:
+        first, last = 0, matrix.rows
+    matrix = matrix.rows_of(first, last)
+    rows = dequantised(matrix, torch.empty((matrix.rows, line), dtype=dtype))
+    return rows.view(-1)[begin - first * line :][:count]
+
+
 def dequantised(matrix: StoredMatrix, out: torch.Tensor) -> torch.Tensor:
     """The numbers of ``matrix`` in ``out`` (its shape, any device)."""
     held = read_matrix(matrix)
+    if matrix.stored_as:
+        return out.copy_(INVERSES[matrix.stored_as](cpu_dequantize(held, torch.float32)))
     if matrix.heads:
         return out.copy_(cpu_dequantize(held, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
     if out.device.type == "cpu":
@@ -344,7 +358,9 @@ class PageReader(TensorReader):
         self._dtype, self._alignment = dtype, 1
         if self._experts.dtype is None:
             self._stored, self._dtype, self._alignment = torch.uint8, torch.uint8, PAGE_ALIGNMENT
-        self._submit = submit if self._stored == self._dtype else None
+        pieces = (info for infos in self._experts.pieces.values() for info in infos)
+        dequantises = self._experts.dtype is not None and any(info.matrices for info in pieces)
+        self._submit = submit if self._stored == self._dtype and not dequantises else None
         self.wide_layers: set[int] = set()
         self._in_order = in_order
         self._mixed, self._examined = mixed, set[tuple[Page, int, int]]()
@@ -374,6 +390,10 @@ class PageReader(TensorReader):
             parts = [(part.piece.file, part.piece.offset, part.dest.view(torch.uint8), part.table) for part in reads]
             return _DirectPageRead(self._submit(parts), [part.piece for part in reads], examine)
         for part in reads:
+            if part.piece.matrices:
+                count = part.dest.numel()
+                part.dest.copy_(values_between(part.piece, part.piece.offset // size, count, part.dest.dtype))
+                continue
             self.read(part.piece, part.dest)
             if part.table is not None:
                 turn(part.dest, part.table)

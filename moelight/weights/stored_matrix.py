@@ -4,7 +4,7 @@ CheckpointError that names tensor and file. `kernels.quantized` gives the number
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -32,6 +32,13 @@ TORCH = {
     "I32": torch.int32,
     "U32": torch.int32,
     "I64": torch.int64,
+}
+
+
+# Of functions that converters store numbers by (float32).
+INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "plus_one": lambda stored: stored - 1,
+    "negated_exp": lambda stored: torch.log(-stored),
 }
 
 

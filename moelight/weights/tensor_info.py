@@ -73,10 +73,12 @@ class TensorInfo:
 class StoredMatrix(Matrix[TensorInfo]):
     """A matrix of ``module`` in a checkpoint. ``heads``: that many heads, the two halves of each with their rows
     interleaved (`gguf_config.hf_rows`); 0: rows are in transformers' order. ``stack``: so many matrices of equal size
-    below one another, whose blocks begin anew with each."""
+    below one another, whose blocks begin anew with each. ``stored_as``: values are stored as a function of them, one of
+    `stored_matrix.INVERSES`; empty: as they are."""
 
     module: str
     heads: int = 0
+    stored_as: str = ""
     stack: int = 1
 
     @property

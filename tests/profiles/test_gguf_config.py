@@ -12,7 +12,8 @@ import pytest
 from moelight.core.errors import ConfigError
 from moelight.models.graph.family_table import TABLE
 from moelight.profiles.gguf import GGMLTensor, GGUFFile
-from moelight.profiles.gguf_config import ARCHITECTURES, FROM_SAFETENSORS, architecture_of, config_values
+from moelight.profiles.gguf_config import ARCHITECTURES, config_values
+from moelight.profiles.gguf_families import FROM_SAFETENSORS, GRAPH_ARCHITECTURES, architecture_of
 from tests.engine.test_dense_models import FAMILIES as DENSE
 
 COMMON = {
@@ -177,21 +178,22 @@ def test_layers_without_experts_are_those_of_the_tensors() -> None:
 
 
 def test_refusals_name_the_family_that_runs_from_safetensors() -> None:
-    read = "from GGUF these architectures are read: " + ", ".join(ARCHITECTURES).replace(
-        "llama", r"llama \(with experts\)"
-    )
-    with pytest.raises(ConfigError, match=rf"'llama' without experts .* \(model_type llama\); {read}"):
-        architecture_of(file("llama", {"expert_count": None}))
-    with pytest.raises(ConfigError, match=rf"'gemma3' is not read; .* \(model_type gemma3_text\); {read}"):
-        architecture_of(file("gemma3"))
+    read = "from GGUF these architectures are read: " + ", ".join(sorted({*ARCHITECTURES, *GRAPH_ARCHITECTURES}))
+    with pytest.raises(ConfigError, match=rf"'gemma4' is not read; .* \(model_type gemma4_text\); {read}"):
+        architecture_of(file("gemma4"))
     with pytest.raises(ConfigError, match=rf"'mamba' is not read; `moelight models` lists .*; {read}"):
         architecture_of(file("mamba"))
+
+
+def test_a_llama_without_experts_is_dense() -> None:
+    assert architecture_of(file("llama"))[1].model_type == "mixtral"
+    assert architecture_of(file("llama", {"expert_count": None}))[1].model_type == "llama"
 
 
 def test_families_that_are_said_to_run_from_safetensors_do() -> None:
     families = json.loads(TABLE.read_text())["families"]
     run = {name for family in families if family.get("how") for name in family["types"]} | set(DENSE)
     assert set(FROM_SAFETENSORS.values()) <= run
-    assert not FROM_SAFETENSORS.keys() & ARCHITECTURES.keys()
+    assert not FROM_SAFETENSORS.keys() & {*ARCHITECTURES, *GRAPH_ARCHITECTURES}
     newer = {"cohere2moe", "deepseek32", "deepseek4", "hy-v3", "hy-v4", "laguna", "mellum"}  # than the package
     assert FROM_SAFETENSORS.keys() <= set(gguf.MODEL_ARCH_NAMES.values()) | newer

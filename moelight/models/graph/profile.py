@@ -48,7 +48,7 @@ _NO_ATTENTION = AttentionSpec(num_heads=0, num_kv_heads=0, head_dim=0)
 
 
 def profile_of_directory(directory: Path) -> ModelProfile:
-    """The profile of ``directory/config.json``, of any family, by its module graph: a reader for `load_model_profile`.
+    """The profile of ``directory/config.json``, of any family, by its module graph.
 
     Raises:
         ConfigError: transformers is missing or does not know the family, or the graph is not served.

@@ -30,7 +30,7 @@ from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, Unequ
 from moelight.weights.expert_pages import ExpertPages, lay_out_pages
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, NOT_READ, OTHER_PART, PREDICTION, IgnoreRule, set_aside
-from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, dequantised
+from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, values_between
 from moelight.weights.loose_experts import LooseExperts, layer_of, loose_experts
 from moelight.weights.page_layout import Places, ScatteredError, in_a_row, lay_out
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
@@ -698,7 +698,7 @@ def _read(reader: TensorReader, box: Box, target: Tensor, common: torch.dtype) -
     stored, count = _STORED[box.info.dtype], part.numel()
     size = stored.itemsize
     if box.info.matrices:
-        part.copy_(_numbers(box, part.dtype))
+        part.copy_(values_between(box.info, box.offset, box.span, part.dtype).as_strided(box.shape, box.strides))
         return
     if box.in_order and part.is_contiguous():
         piece = _run_of(box, 0, count)
@@ -714,15 +714,6 @@ def _read(reader: TensorReader, box: Box, target: Tensor, common: torch.dtype) -
     span = torch.empty(box.span, dtype=stored)
     reader.fill(box.info, box.offset * size, span.view(torch.uint8))
     part.copy_(span.as_strided(box.shape, box.strides))
-
-
-def _numbers(box: Box, dtype: torch.dtype) -> Tensor:
-    """The numbers of ``box``, whose tensor is quantised."""
-    line = box.info.matrices[0].columns
-    first, last = box.offset // line, (box.offset + box.span - 1) // line + 1
-    matrix = box.info.matrices[0].rows_of(first, last)
-    rows = dequantised(matrix, torch.empty((matrix.rows, line), dtype=dtype))
-    return rows.as_strided(box.shape, box.strides, box.offset - first * line)
 
 
 def _place(module: nn.Module, names: Sequence[str], view: Tensor) -> None:

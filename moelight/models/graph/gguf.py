@@ -1,0 +1,243 @@
+"""GGUF files of families that run as module graphs: the tensors of a file under the names that transformers' rules lead
+to parameters of the graph.
+
+The names are gguf-py's own map from tensors to the spellings of checkpoints, of which the one is taken that the graph
+has; experts are found by their place in the graph.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from moelight.core.dtypes import FLOAT32, dtype_named
+from moelight.core.errors import CheckpointError, ConfigError, quoted
+from moelight.formats.ggml import ggml_format
+from moelight.models.graph.model import GraphModel, config_of, on_meta
+from moelight.models.graph.profile import profile_of
+from moelight.models.graph.weights import paged, renamer
+from moelight.profiles.gguf import GGMLTensor, GGUFFile, read_gguf
+from moelight.profiles.gguf_config import Metadata
+from moelight.profiles.gguf_families import GraphArchitecture, architecture_of, graph_values
+from moelight.profiles.model import ModelProfile
+from moelight.profiles.stored import StoredWeights
+from moelight.profiles.tensor_list import page_shapes
+from moelight.weights.boxes import Tiled, concatenated
+from moelight.weights.gguf_checkpoint import assembled_info, expert_infos, matrix_info
+from moelight.weights.ignored import PREDICTION
+from moelight.weights.loose_experts import layer_of
+from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
+
+_BLOCK = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>.+)")
+_EXPERTS = re.compile(r"ffn_(?P<matrix>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
+_OF_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def config_values_of(file: GGUFFile, name: str, row: GraphArchitecture) -> dict[str, Any]:
+    """Return the values that ``config.json`` would have; raises ConfigError as `graph_values` does."""
+    default = config_of({"model_type": row.model_type}, where=str(file.path))
+    fields, spelled = default.to_dict().keys(), type(default).attribute_map
+    values = graph_values(file, name, row, (fields | spelled.keys()).__contains__)
+    return {spelled.get(key, key): value for key, value in values.items()}
+
+
+def graph_checkpoint(file: GGUFFile, name: str, row: GraphArchitecture, model: GraphModel) -> Checkpoint:
+    """The tensors of ``file`` as a checkpoint of plain matrices under the names of the family.
+
+    Raises:
+        CheckpointError: a tensor is of a type that is not read.
+    """
+    names = _Names(file, name, row, model)
+    infos, ignored = dict[str, TensorInfo](), list[IgnoredTensor]()
+    for tensor in file.tensors.values():
+        try:
+            ggml_format(tensor.type)
+        except ConfigError as error:
+            raise CheckpointError(f"{tensor.file}: tensor {quoted(tensor.name)}: {error}") from None
+        if tensor.name in _OF_CONFIG:
+            continue
+        if names.predicts(tensor):
+            ignored.append(IgnoredTensor(info=names.as_stored(tensor), reason=PREDICTION))
+            continue
+        for info in names.infos(tensor):
+            if info.name in infos:
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {quoted(tensor.name)} is the second that becomes {quoted(info.name)}; "
+                    "convert the model again"
+                )
+            infos[info.name] = info
+    return Checkpoint(directory=file.path, listing=file.path, tensors=MappingProxyType(infos), ignored=tuple(ignored))
+
+
+def profile_of_file(path: Path) -> ModelProfile:
+    """The profile of the GGUF file ``path``, of which only the header is read; raises ConfigError."""
+    file = read_gguf(path)
+    name, row = architecture_of(file)
+    assert isinstance(row, GraphArchitecture), "others are read without their graph"
+    model = GraphModel(on_meta(config_of(config_values_of(file, name, row), where=str(path))))
+    return with_stored_bytes(file, profile_of(model, name=path.stem, where=str(path)))
+
+
+def with_stored_bytes(file: GGUFFile, profile: ModelProfile) -> ModelProfile:
+    """``profile`` with the bytes that the experts of ``file`` have; that of a dense model as it is."""
+    pages, types, dense = defaultdict[int, int](int), Counter[str](), list[tuple[str, int, int]]()
+    for tensor in file.tensors.values():
+        block = _BLOCK.fullmatch(tensor.name)
+        if block is not None and _EXPERTS.fullmatch(block["part"]):
+            pages[int(block["layer"])] += tensor.nbytes // profile.experts.num_experts
+            types[tensor.type] += tensor.nbytes
+        else:
+            dense.append((tensor.name, int(block["layer"]) if block is not None else -1, tensor.nbytes))
+    if not pages:
+        return profile
+    layers = [layer for layer, moe in enumerate(profile.moe_layers) if moe]
+    sizes: list[list[int]] = [[] for _ in profile.moe_layers]
+    for layer, number in zip(layers, sorted(pages), strict=False):
+        sizes[layer] = [pages[number]] * profile.experts.num_experts
+    label = "GGUF " + " and ".join(name for name, _ in types.most_common(2))
+    elements = sum(rows * columns for rows, columns in page_shapes(profile).values())
+    reasons = {kind: ggml_format(kind).int8_reason for kind in types}
+    return replace(profile, stored=StoredWeights.of(label, label, sizes, elements, dense, (), reasons))
+
+
+class _Names:
+    """Finds the parameters of one file's tensors."""
+
+    def __init__(self, file: GGUFFile, name: str, row: GraphArchitecture, model: GraphModel) -> None:
+        self._file, self._row, self._model = file, row, model
+        self._keys = Metadata(file, name)
+        self._blocks = self._keys.integer("block_count", least=1)
+        self._dtype = dtype_named(str(model.module.dtype).removeprefix("torch.")).safetensors
+        self._state: Mapping[str, Any] = model.module.state_dict(keep_vars=True)
+        self._rename, _ = renamer(model.module, dict(self._state))
+        self._spellings = _spellings(name, self._blocks)
+        config = model.config
+        self._layers = config.num_hidden_layers
+        self._heads = {"q": config.num_attention_heads, "k": getattr(config, "num_key_value_heads", 0)}
+        # The block of experts of each layer, by the number in the names of its parameters.
+        paths = (next(iter(parameters.values())) for _, _, parameters in paged(model))
+        self._experts = {int(layer_of(path).rpartition(".")[2]): layer_of(path) for path in paths}
+
+    def predicts(self, tensor: GGMLTensor) -> bool:
+        """Whether ``tensor`` is of a layer that predicts further tokens."""
+        match = _BLOCK.fullmatch(tensor.name)
+        return match is not None and self._layers <= int(match["layer"]) < self._blocks
+
+    def as_stored(self, tensor: GGMLTensor) -> TensorInfo:
+        """``tensor`` under its own name, for which the graph has no parameter."""
+        return matrix_info(tensor.name, tensor, tensor.shape, self._dtype)
+
+    def infos(self, tensor: GGMLTensor) -> Iterator[TensorInfo]:
+        """``tensor`` under the names of the family: experts one by one, others as they are."""
+        block = _BLOCK.fullmatch(tensor.name)
+        layer, part = (int(block["layer"]), block["part"]) if block else (-1, tensor.name)
+        experts = _EXPERTS.fullmatch(part)
+        if experts is not None and layer in self._experts:
+            halves = ("gate", "up") if experts["matrix"] == "gate_up" else (experts["matrix"],)
+            for number, half in enumerate(halves):
+                name = f"{self._experts[layer]}.mlp.experts.{{}}.{_PROJECTIONS[half]}.{experts['kind']}"
+                yield from expert_infos(tensor, name, self._dtype, half=number, halves=len(halves))
+            return
+        for joined, parts in self._row.joined.items():
+            if part in parts:
+                if part == parts[0]:
+                    yield self._joined(joined.format(layer=layer), [f"blk.{layer}.{half}" for half in parts])
+                return
+        if (spelling := self._find(tensor.name, part, layer)) is not None:
+            yield self._info(spelling, tensor, part)
+            return
+        rows = list(self._fused(tensor, part, layer))
+        yield from rows or [self.as_stored(tensor)]
+
+    def _joined(self, name: str, parts: list[str]) -> TensorInfo:
+        """The matrix ``name`` that is stored as the tensors ``parts``, its rows one after another."""
+        tensors = self._file.tensors
+        if (missing := next((part for part in parts if part not in tensors), None)) is not None:
+            raise CheckpointError(f"{self._file.path}: tensor {quoted(missing)} is missing; fetch the whole file")
+        tiles = [
+            Tiled.of(matrix_info(f"{name} of {part}", tensors[part], tensors[part].shape, self._dtype))
+            for part in parts
+        ]
+        return assembled_info(name, tensors[parts[0]].file, concatenated(tiles, 0), self._dtype)
+
+    def _find(self, full: str, part: str, layer: int) -> str | None:
+        """The spelling of tensor ``full`` that leads to a parameter, or None."""
+        kind = full.rpartition(".")[2]
+        base, kind = (full.removesuffix(f".{kind}"), kind) if kind in ("weight", "bias") else (full, "weight")
+        renamed = self._row.renamed.get(part)
+        if renamed is not None:
+            return renamed.format(layer=layer)
+        for spelling in self._spellings.get(base, ()):
+            for candidate in (f"{spelling}.{kind}", f"{spelling}_{kind}", spelling):
+                if self._rename(candidate)[0] in self._state:
+                    return candidate
+        return None
+
+    def _fused(self, tensor: GGMLTensor, part: str, layer: int) -> Iterator[TensorInfo]:
+        """q, k and v of ``attn_qkv``, of a family that keeps them apart."""
+        stem, _, kind = part.rpartition(".")
+        if stem != "attn_qkv" or tensor.nbytes % tensor.shape[0]:
+            return
+        row, begin = tensor.nbytes // tensor.shape[0], 0
+        for single in ("attn_q", "attn_k", "attn_v"):
+            part = f"{single}.{kind}"
+            name = self._find(f"blk.{layer}.{part}", part, layer)
+            if name is None:
+                return
+            count = self._state[self._rename(name)[0]].shape[0]
+            offset, nbytes = tensor.offset + begin * row, count * row
+            if begin + count > tensor.shape[0]:
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {quoted(tensor.name)} has {tensor.shape[0]} rows, too few for queries, "
+                    "keys and values; fetch the file again"
+                )
+            rows = replace(tensor, shape=(count, *tensor.shape[1:]), offset=offset, nbytes=nbytes)
+            yield self._info(name, rows, part)
+            begin += count
+
+    def _info(self, name: str, tensor: GGMLTensor, part: str) -> TensorInfo:
+        target = self._state.get(self._rename(name)[0])
+        shape = tensor.shape
+        if target is not None and math.prod(target.shape) == math.prod(shape) and _alike(target.shape, shape):
+            shape = tuple(target.shape)
+        floats = tensor.type == FLOAT32.name.upper() or tensor.type == "F32"
+        buffer = target is not None and not isinstance(target, torch.nn.Parameter)
+        dtype = FLOAT32.safetensors if buffer and floats else self._dtype
+        heads = 0
+        if self._row.heads_in_pairs and part.partition(".")[0] in ("attn_q", "attn_k"):
+            heads = self._heads[part[len("attn_")]]
+        stored_as = self._row.stored_as(part.removesuffix(".weight"))
+        return matrix_info(name, tensor, shape, dtype, heads=heads, stored_as=stored_as)
+
+
+def _alike(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    """Whether two shapes are the same but for dimensions of one, or ``first`` is a list."""
+    return len(first) == 1 or [size for size in first if size != 1] == [size for size in second if size != 1]
+
+
+def _spellings(architecture: str, blocks: int) -> dict[str, list[str]]:
+    """By the name of a tensor without its ending those that checkpoints give it, as gguf-py maps them."""
+    from gguf.constants import MODEL_ARCH_NAMES, TENSOR_NAMES
+    from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
+
+    result: dict[str, list[str]] = {}
+    number = next((number for number, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if number is not None:
+        for spelling, (_, name) in get_tensor_name_map(number, blocks).mapping.items():
+            result.setdefault(name, []).append(spelling)
+        return result
+    for tensor, spellings in TensorNameMap.mappings_cfg.items():  # of architectures that gguf-py does not know yet
+        result[TENSOR_NAMES[tensor]] = list(spellings)
+    for block in range(blocks):
+        for tensor, spellings in TensorNameMap.block_mappings_cfg.items():
+            result[TENSOR_NAMES[tensor].format(bid=block)] = [spelling.format(bid=block) for spelling in spellings]
+    return result

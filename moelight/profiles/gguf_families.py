@@ -1,0 +1,622 @@
+"""Architectures of GGUF files whose families run as module graphs: their keys as fields of ``config.json``, as data.
+
+`FIELDS` and `BY_TENSOR` hold for all architectures and are joined with the fields that a family's config has; a row of
+`GRAPH_ARCHITECTURES` adds what is its own: values that llama.cpp's code fixes and files do not state
+(`src/models/`), and how its converter stores numbers (`conversion/`).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from moelight.core.errors import CheckpointError, ConfigError, quoted
+from moelight.core.small_files import read_error_text
+from moelight.profiles.gguf import GGMLTensor, GGUFFile
+from moelight.profiles.gguf_config import ARCHITECTURES, DTYPE, Architecture, Metadata, layers_of, rotary
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+_MOST_FACTORS = 1 << 12
+_GATING = {1: "softmax", 2: "sigmoid"}
+
+# Keys of files, and the fields of configs with the same value, under all names that families give them.
+FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "context_length": ("max_position_embeddings",),
+        "embedding_length": ("hidden_size",),
+        "feed_forward_length": ("intermediate_size",),
+        "vocab_size": ("vocab_size",),
+        "attention.head_count": ("num_attention_heads",),
+        "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+        "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"),
+        "attention.sliding_window": ("sliding_window",),
+        "attn_logit_softcapping": ("attn_logit_softcapping",),
+        "final_logit_softcapping": ("final_logit_softcapping",),
+        "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "expert_used_count": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
+        "expert_feed_forward_length": ("moe_intermediate_size",),
+        "expert_shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+        "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+        "expert_weights_scale": ("routed_scaling_factor", "route_scale"),
+        "expert_weights_norm": ("norm_topk_prob", "route_norm"),
+        "expert_group_count": ("n_group",),
+        "expert_group_used_count": ("topk_group",),
+        "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
+        "embedding_scale": ("embedding_multiplier",),
+        "residual_scale": ("residual_multiplier",),
+        "attention.scale": ("attention_multiplier",),
+        "ssm.conv_kernel": ("mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim"),
+        "ssm.state_size": ("mamba_d_state", "ssm_state_size"),
+        "shortconv.l_cache": ("conv_L_cache",),
+    }
+)
+# Keys that other functions read, or that state what the tensors show.
+_READ_ELSEWHERE = frozenset(
+    {
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "block_count",
+        "nextn_predict_layers",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.attn_factor",
+        "rope.scaling.factor",
+        "rope.scaling.finetuned",
+        "rope.scaling.original_context_length",
+        "rope.scaling.type",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.yarn_log_multiplier",
+        "use_parallel_residual",
+    }
+)
+# Tensors whose presence is a field of some families' configs.
+BY_TENSOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "attn_q.bias": ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"),
+        "ffn_gate.bias": ("mlp_bias",),
+        "attn_q_norm.weight": ("use_qk_norm",),
+    }
+)
+
+
+def _nothing(keys: Metadata) -> dict[str, Any]:  # noqa: ARG001
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphArchitecture:
+    """One ``general.architecture`` whose family runs as a module graph.
+
+    Attributes:
+        model_type: of the family.
+        more: fields that `FIELDS` does not give.
+        keys: further keys that ``more`` reads; a file with other keys is refused.
+        heads_in_pairs: rows of q and k are stored with the two halves of each head interleaved.
+        plus_one: parts of names of the norms that are stored with one added.
+        negated_exp: parts of names of tensors that are stored as -exp(x).
+        renamed: parts of tensors' names in the file, and in the module where gguf-py's map does not lead there.
+        joined: names in the module of matrices that are stored as two, with the parts of the names of those.
+    """
+
+    model_type: str
+    more: Callable[[Metadata], dict[str, Any]] = _nothing
+    keys: tuple[str, ...] = ()
+    heads_in_pairs: bool = False
+    plus_one: tuple[str, ...] = ()
+    negated_exp: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def stored_as(self, part: str) -> str:
+        """How the numbers of tensor ``blk.N.part`` are stored, as of `StoredMatrix`."""
+        if part in self.plus_one:
+            return "plus_one"
+        return "negated_exp" if part in self.negated_exp else ""
+
+
+def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callable[[str], bool]) -> dict[str, Any]:
+    """Return the values that ``config.json`` would have; ``has``: whether the family's config has a field.
+
+    Raises:
+        ConfigError: a key is missing, or means something that is not read.
+    """
+    keys = Metadata(file, name)
+    heads, hidden = keys.integer("attention.head_count", least=1), keys.integer("embedding_length", least=1)
+    head_dim = keys.integer("attention.key_length", max(1, hidden // heads), least=1)
+    keys.only("attention.value_length", (head_dim,), f"and keys have {head_dim} numbers")
+    fields = row.more(keys)
+    values: dict[str, Any] = {
+        "num_hidden_layers": layers_of(keys),
+        "num_key_value_heads": fields["num_key_value_heads"]
+        if "num_key_value_heads" in fields
+        else keys.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+        "rope_parameters": rotary_of(keys, head_dim),
+    }
+    for key, names in FIELDS.items():
+        wanted = [name for name in names if has(name) and name not in fields]
+        value = keys.get(key) if wanted or key not in row.keys else None
+        if not wanted and value and fields.keys().isdisjoint(names) and key not in row.keys:
+            raise keys.error(f"the metadata key {name}.{key} has no meaning in {row.model_type}; use safetensors")
+        if value is not None:
+            values |= dict.fromkeys(wanted, value)
+    for tensor, names in BY_TENSOR.items():
+        values |= dict.fromkeys(names, any(stored.endswith(f".{tensor}") for stored in file.tensors))
+    read = {*FIELDS, *_READ_ELSEWHERE, *row.keys}
+    if (left := next((key for key in keys.names() if key not in read), None)) is not None:
+        raise keys.error(f"the metadata key {name}.{left} is not read of this architecture; use safetensors")
+    values = {key: value for key, value in values.items() if has(key)} | fields
+    return {"model_type": row.model_type, "dtype": DTYPE} | values
+
+
+def rotary_of(keys: Metadata, head_dim: int) -> dict[str, Any]:
+    """``rope_parameters``, with the factors that are tensors."""
+    dimensions = keys.integer("rope.dimension_count", head_dim, least=1)
+    partial = {} if dimensions == head_dim else {"partial_rotary_factor": dimensions / head_dim}
+    theta = keys.number("rope.freq_base", 10000.0)
+    lists = {length: keys.file.tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long")}
+    if all(lists.values()):
+        original = keys.integer("rope.scaling.original_context_length", least=1)
+        context = keys.integer("context_length", least=1)
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "original_max_position_embeddings": original,
+            "factor": context / original,
+            "attention_factor": keys.number("rope.scaling.attn_factor", 1.0),
+            **{f"{length}_factor": _factors(tensor) for length, tensor in lists.items() if tensor is not None},
+            **partial,
+        }
+    if (tensor := keys.file.tensors.get("rope_freqs.weight")) is not None:
+        factors = _factors(tensor)
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "original_max_position_embeddings": keys.integer("context_length", least=1),
+            "attention_factor": 1.0,
+            "factor": 1.0,
+            "short_factor": factors,
+            "long_factor": factors,
+            **partial,
+        }
+    return rotary(keys, {}) | partial
+
+
+def _factors(tensor: GGMLTensor) -> list[float]:
+    """The numbers of ``tensor``, divisors of rotary frequencies, which must be float32 and positive."""
+    count = math.prod(tensor.shape)
+    if tensor.type != "F32" or count > _MOST_FACTORS:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {quoted(tensor.name)} is {tensor.type} {list(tensor.shape)}, not a list of float32 "
+            "factors; convert the model again"
+        )
+    try:
+        with open(tensor.file, "rb") as file:
+            file.seek(tensor.offset)
+            values = struct.unpack(f"<{count}f", file.read(tensor.nbytes))
+    except OSError as error:
+        raise CheckpointError(f"{tensor.file}: cannot be read ({read_error_text(error)})") from None
+    except struct.error:
+        raise CheckpointError(f"{tensor.file}: cut short inside tensor {quoted(tensor.name)}") from None
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        raise CheckpointError(
+            f"{tensor.file}: tensor {quoted(tensor.name)} has factors that are not positive; fetch the file again"
+        )
+    return [float(f"{value:.9g}") for value in values]
+
+
+def windows(keys: Metadata, period: int, *, full_last: bool = True) -> dict[str, Any]:
+    """``layer_types`` of a file that may not say which layers have the window: else ``period - 1`` and one without."""
+    key = f"{keys.name}.attention.sliding_window_pattern"
+    pattern, layers = keys.file.metadata.get(key, period), layers_of(keys)
+    if isinstance(pattern, list):
+        if len(pattern) < layers or any(type(entry) is not bool for entry in pattern):
+            raise keys.error(f"{key} does not say of each layer whether it has the window")
+        flags = pattern[:layers]
+    elif type(pattern) is int and pattern > 0:
+        turn = pattern - 1 if full_last else 0
+        flags = [layer % pattern != turn for layer in range(layers)]
+    else:
+        raise keys.error(f"{key} is {quoted(pattern)}, not a number of layers")
+    return {"layer_types": [SLIDING if flag else FULL for flag in flags]}
+
+
+def _gating(keys: Metadata, default: str) -> str:
+    function = keys.integer("expert_gating_func", 0)
+    if function and function not in _GATING:
+        raise keys.error(f"{keys.name}.expert_gating_func {function} is not computed; known: 1 (softmax), 2 (sigmoid)")
+    return _GATING.get(function, default)
+
+
+def _only_sigmoid(keys: Metadata) -> None:
+    if _gating(keys, "sigmoid") != "sigmoid":
+        raise keys.error(f"{keys.name}.expert_gating_func says softmax, and the family computes with sigmoid scores")
+
+
+def _gemma2(keys: Metadata) -> dict[str, Any]:
+    # llama.cpp scales queries by the head's size, but those of 27B, which it knows by the layers.
+    layers, heads = layers_of(keys), keys.integer("attention.head_count", least=1)
+    width = keys.integer("embedding_length") // heads if layers == 46 else keys.integer("attention.key_length")
+    return {**windows(keys, 2), "query_pre_attn_scalar": width}
+
+
+def _gemma3(keys: Metadata) -> dict[str, Any]:
+    layers, heads = layers_of(keys), keys.integer("attention.head_count", least=1)
+    width = keys.integer("embedding_length") // heads if layers == 62 else keys.integer("attention.key_length")
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
+    full = rotary(keys, {})
+    rope = {"rope_parameters": {FULL: full, SLIDING: local}}
+    return {**windows(keys, 6), **rope, "query_pre_attn_scalar": width}
+
+
+def _sigmoid(keys: Metadata) -> dict[str, Any]:
+    """Families whose routers have sigmoid scores, for which older converters wrote no key."""
+    _only(keys, "sigmoid", "sigmoid")
+    return {}
+
+
+def _softmax(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "softmax", "softmax")
+    return {}
+
+
+def _only(keys: Metadata, function: str, default: str) -> None:
+    if (stated := _gating(keys, default)) != function:
+        raise keys.error(
+            f"{keys.name}.expert_gating_func says {stated}, and this family's routers have {function} scores; use the "
+            "checkpoint in safetensors"
+        )
+
+
+def _ernie(keys: Metadata) -> dict[str, Any]:
+    return {
+        "moe_layer_start_index": keys.integer("leading_dense_block_count", 0),
+        "moe_layer_interval": keys.integer("interleave_moe_layer_step", 1, least=1),
+        "moe_layer_end_index": layers_of(keys) - 1,
+    }
+
+
+def _granite(keys: Metadata) -> dict[str, Any]:
+    return {"logits_scaling": keys.number("logit_scale", 1.0) or 1.0}
+
+
+def _granite_hybrid(keys: Metadata) -> dict[str, Any]:
+    state, inner = _mixers(keys), keys.integer("ssm.inner_size", least=1)
+    heads = keys.integer("ssm.time_step_rank", least=1)
+    return {
+        **_granite(keys),
+        "layer_types": ["attention" if attends else "mamba" for attends in state],
+        "num_key_value_heads": _key_heads(keys),
+        "mamba_n_groups": keys.integer("ssm.group_count", least=1),
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // keys.integer("embedding_length", least=1),
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in keys.file.tensors,
+        "mamba_proj_bias": "blk.0.ssm_in.bias" in keys.file.tensors,
+        # Converters write True for models that rotate positions.
+        "position_embedding_type": "rope" if keys.get("rope.scaling.finetuned", False) else "nope",
+    }
+
+
+def _mixers(keys: Metadata) -> list[bool]:
+    """Whether each layer attends: those have heads of keys."""
+    heads = keys.file.metadata.get(f"{keys.name}.attention.head_count_kv")
+    layers = layers_of(keys)
+    if not isinstance(heads, list) or len(heads) < layers or any(type(count) is not int for count in heads):
+        raise keys.error(f"{keys.name}.attention.head_count_kv must have a number for each of {layers} layers")
+    return [count > 0 for count in heads[:layers]]
+
+
+def _key_heads(keys: Metadata) -> int:
+    """The heads of keys of the layers that have any; of queries, if none has."""
+    counts = keys.file.metadata[f"{keys.name}.attention.head_count_kv"]
+    present = {count for count in counts if count}
+    if len(present) > 1:
+        raise keys.error(f"{keys.name}.attention.head_count_kv differs from layer to layer, which is not computed")
+    return present.pop() if present else keys.integer("attention.head_count", least=1)
+
+
+def _jamba(keys: Metadata) -> dict[str, Any]:
+    tensors, layers = keys.file.tensors, layers_of(keys)
+    attend = [layer for layer, attends in enumerate(_mixers(keys)) if attends]
+    routed = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in tensors]
+    offset, period = _every(keys, attend, layers, "attention")
+    expert_offset, expert_period = _every(keys, routed, layers, "experts")
+    inner, hidden = keys.integer("ssm.inner_size", least=1), keys.integer("embedding_length", least=1)
+    return {
+        "attn_layer_offset": offset,
+        "attn_layer_period": period,
+        "expert_layer_offset": expert_offset,
+        "expert_layer_period": expert_period,
+        "num_key_value_heads": _key_heads(keys),
+        "mamba_dt_rank": keys.integer("ssm.time_step_rank", least=1),
+        "mamba_expand": inner // hidden,
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
+        "mamba_proj_bias": "blk.0.ssm_in.bias" in tensors,
+    }
+
+
+def _every(keys: Metadata, chosen: list[int], layers: int, what_for: str) -> tuple[int, int]:
+    """Offset and period of the layers ``chosen``."""
+    if not chosen:
+        return layers, layers + 1
+    period = chosen[1] - chosen[0] if len(chosen) > 1 else max(layers - chosen[0], chosen[0] + 1)
+    if chosen != list(range(chosen[0], layers, period)):
+        raise keys.error(f"the layers with {what_for} have no period, which is not computed; use safetensors")
+    return chosen[0], period
+
+
+def _lfm2(keys: Metadata) -> dict[str, Any]:
+    return {
+        "layer_types": [FULL if attends else "conv" for attends in _mixers(keys)],
+        "num_key_value_heads": _key_heads(keys),
+        "block_auto_adjust_ff_dim": False,
+        "conv_bias": "blk.0.shortconv.conv.bias" in keys.file.tensors,
+    }
+
+
+def _lfm2_moe(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "sigmoid", "sigmoid")
+    return {
+        "layer_types": [FULL if attends else "conv" for attends in _mixers(keys)],
+        "num_key_value_heads": _key_heads(keys),
+        "conv_bias": "blk.0.shortconv.conv.bias" in keys.file.tensors,
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in keys.file.tensors),
+        "norm_topk_prob": True,
+    }
+
+
+def _nemotron_h(keys: Metadata) -> dict[str, Any]:
+    tensors = keys.file.tensors
+    inner, heads = keys.integer("ssm.inner_size", least=1), keys.integer("ssm.time_step_rank", least=1)
+    kinds = []
+    for layer, attends in enumerate(_mixers(keys)):
+        routed, dense = (f"blk.{layer}.{part}.weight" in tensors for part in ("ffn_gate_inp", "ffn_up"))
+        kinds.append("attention" if attends else "moe" if routed else "mlp" if dense else "mamba")
+    widths = keys.file.metadata.get(f"{keys.name}.feed_forward_length")
+    if isinstance(widths, list):
+        widths = next((width for width, kind in zip(widths, kinds, strict=False) if kind == "mlp"), 0)
+    return {
+        "layers_block_type": kinds,
+        "num_key_value_heads": _key_heads(keys),
+        "n_groups": keys.integer("ssm.group_count", least=1),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "expand": max(1, inner // keys.integer("embedding_length", least=1)),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "intermediate_size": widths or keys.integer("embedding_length", least=1),  # without layers that have it
+        "moe_shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", 0),
+    }
+
+
+_MAVERICK = 128  # experts, whose queries and keys have no norm
+
+
+def _llama4(keys: Metadata) -> dict[str, Any]:
+    return {
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": keys.integer("feed_forward_length"),
+        "interleave_moe_layer_step": keys.integer("interleave_moe_layer_step", 1, least=1),
+        "use_qk_norm": keys.integer("expert_count") != _MAVERICK,
+    }
+
+
+def _dbrx(keys: Metadata) -> dict[str, Any]:
+    return {
+        "attn_config": {
+            "kv_n_heads": keys.integer("attention.head_count_kv", least=1),
+            "clip_qkv": keys.get("attention.clamp_kqv"),
+            "rope_theta": keys.number("rope.freq_base", 10000.0),
+        },
+        "ffn_config": {
+            "ffn_act_fn": {"name": "silu"},
+            "hidden_size": keys.integer("embedding_length", least=1),
+            "ffn_hidden_size": keys.integer("feed_forward_length", least=1),
+            "moe_num_experts": keys.integer("expert_count", least=1),
+            "moe_top_k": keys.integer("expert_used_count", least=1),
+        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10000.0)},
+    }
+
+
+def _phi3(keys: Metadata) -> dict[str, Any]:
+    original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
+    window = keys.integer("attention.sliding_window", 0)
+    return {"original_max_position_embeddings": original, "sliding_window": window or None}
+
+
+def _exaone4(keys: Metadata) -> dict[str, Any]:
+    if keys.get("attention.sliding_window") is None:
+        return {"sliding_window": None, "layer_types": [FULL] * layers_of(keys)}
+    return windows(keys, 4)
+
+
+def _exaone_moe(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "sigmoid", "sigmoid")
+    dense = keys.integer("leading_dense_block_count", 0)
+    kinds = ["dense" if layer < dense else "sparse" for layer in range(layers_of(keys))]
+    return {**windows(keys, 4), "mlp_layer_types": kinds}
+
+
+def _afmoe(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "sigmoid", "sigmoid")
+    # llama.cpp scales embeddings by the root of their width.
+    return {**windows(keys, 4), "global_attn_every_n_layers": 4, "mup_enabled": True}
+
+
+def _command_r(keys: Metadata) -> dict[str, Any]:
+    return {"logit_scale": keys.number("logit_scale", 1.0)}
+
+
+def _cohere2_moe(keys: Metadata) -> dict[str, Any]:
+    dense = keys.integer("leading_dense_block_count", 0)
+    return {
+        **windows(keys, 4),
+        "logit_scale": keys.number("logit_scale", 1.0),
+        "expert_selection_fn": _gating(keys, "sigmoid"),
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers_of(keys))],
+        "intermediate_size": keys.integer("expert_feed_forward_length", least=1),
+        "num_shared_experts": keys.integer("expert_shared_count", 0),
+    }
+
+
+def _mistral3(keys: Metadata) -> dict[str, Any]:
+    rope = rotary(keys, {})
+    beta = keys.number("attention.temperature_scale", 0.0)
+    if rope["rope_type"] == "yarn":
+        rope["llama_4_scaling_beta"] = beta
+        return {"rope_parameters": rope, "sliding_window": None}
+    if beta:
+        raise keys.error(f"{keys.name}.attention.temperature_scale without yarn is not read; use safetensors")
+    return {"sliding_window": None}
+
+
+def _no_rope(keys: Metadata) -> dict[str, Any]:
+    """Each fourth layer rotates nothing, which llama.cpp's code says."""
+    layers = layers_of(keys)
+    return {
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)],
+        "layer_types": [FULL] * layers,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+
+
+_NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm")
+_GATED = ("expert_gating_func",)
+_PATTERN = ("attention.sliding_window_pattern",)
+_SHARED = {"model.layers.{layer}.shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")}
+_DBRX = (
+    "attention.clamp_kqv",
+    "attention.layer_norm_epsilon",  # of torch's norms, which all files have
+    "expert_count",
+    "expert_used_count",
+    "feed_forward_length",
+)
+_SSM = ("ssm.group_count", "ssm.inner_size", "ssm.time_step_rank")
+
+GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
+    {
+        "afmoe": GraphArchitecture(model_type="afmoe", more=_afmoe, keys=(*_GATED, *_PATTERN)),
+        "arcee": GraphArchitecture(model_type="arcee", heads_in_pairs=True),
+        "cohere2moe": GraphArchitecture(
+            model_type="cohere2_moe",
+            more=_cohere2_moe,
+            keys=("logit_scale", "expert_feed_forward_length", "leading_dense_block_count", *_GATED, *_PATTERN),
+        ),
+        "command-r": GraphArchitecture(model_type="cohere", more=_command_r, keys=("logit_scale",)),
+        "dbrx": GraphArchitecture(model_type="dbrx", more=_dbrx, keys=_DBRX),
+        "dots1": GraphArchitecture(model_type="dots1", more=_sigmoid, keys=_GATED),
+        "ernie4_5": GraphArchitecture(model_type="ernie4_5"),
+        "ernie4_5-moe": GraphArchitecture(
+            model_type="ernie4_5_moe",
+            more=_ernie,
+            keys=("interleave_moe_layer_step", "leading_dense_block_count", "expert_shared_feed_forward_length"),
+        ),
+        "exaone-moe": GraphArchitecture(
+            model_type="exaone_moe", more=_exaone_moe, keys=("expert_shared_feed_forward_length", *_GATED, *_PATTERN)
+        ),
+        "exaone4": GraphArchitecture(model_type="exaone4", more=_exaone4, keys=_PATTERN),
+        "gemma": GraphArchitecture(model_type="gemma", plus_one=_NORMS),
+        "gemma2": GraphArchitecture(model_type="gemma2", more=_gemma2, plus_one=_NORMS),
+        "gemma3": GraphArchitecture(
+            model_type="gemma3_text", more=_gemma3, plus_one=_NORMS, keys=("rope.freq_base_swa", *_PATTERN)
+        ),
+        "glm4": GraphArchitecture(model_type="glm4"),
+        "glm4moe": GraphArchitecture(model_type="glm4_moe", more=_sigmoid, keys=_GATED),
+        "granite": GraphArchitecture(model_type="granite", more=_granite, keys=("logit_scale",), heads_in_pairs=True),
+        "granitehybrid": GraphArchitecture(
+            model_type="granitemoehybrid",
+            more=_granite_hybrid,
+            keys=("logit_scale", *_SSM),
+            heads_in_pairs=True,
+            negated_exp=("ssm_a",),
+            renamed={"ssm_dt.bias": "model.layers.{layer}.mamba.dt_bias"},
+            joined=_SHARED,
+        ),
+        "granitemoe": GraphArchitecture(
+            model_type="granitemoe", more=_granite, keys=("logit_scale",), heads_in_pairs=True
+        ),
+        "jamba": GraphArchitecture(model_type="jamba", more=_jamba, keys=_SSM, negated_exp=("ssm_a",)),
+        "lfm2": GraphArchitecture(model_type="lfm2", more=_lfm2),
+        "lfm2moe": GraphArchitecture(model_type="lfm2_moe", more=_lfm2_moe, keys=_GATED),
+        "llama": GraphArchitecture(model_type="llama", heads_in_pairs=True),
+        "llama4": GraphArchitecture(
+            model_type="llama4_text", more=_llama4, keys=("interleave_moe_layer_step", "expert_feed_forward_length")
+        ),
+        "mistral3": GraphArchitecture(
+            model_type="ministral3", more=_mistral3, keys=("attention.temperature_scale",), heads_in_pairs=True
+        ),
+        **dict.fromkeys(
+            ("nemotron_h", "nemotron_h_moe"),
+            GraphArchitecture(
+                model_type="nemotron_h",
+                more=_nemotron_h,
+                keys=("expert_shared_feed_forward_length", "feed_forward_length", *_GATED, *_SSM),
+                negated_exp=("ssm_a",),
+                renamed={"ssm_dt.bias": "model.layers.{layer}.mixer.dt_bias"},
+            ),
+        ),
+        "olmo2": GraphArchitecture(model_type="olmo2"),
+        "phi3": GraphArchitecture(model_type="phi3", more=_phi3),
+        "qwen2": GraphArchitecture(model_type="qwen2"),
+        "qwen3": GraphArchitecture(model_type="qwen3"),
+        "seed_oss": GraphArchitecture(model_type="seed_oss"),
+        "smollm3": GraphArchitecture(model_type="smollm3", more=_no_rope, heads_in_pairs=True),
+        "starcoder2": GraphArchitecture(model_type="starcoder2"),
+    }
+)
+
+
+# Architectures that are not read, and the model_type of the same models in safetensors, which runs.
+FROM_SAFETENSORS: Mapping[str, str] = MappingProxyType(
+    {
+        "deepseek32": "deepseek_v32",
+        "deepseek4": "deepseek_v4",
+        "gemma4": "gemma4_text",
+        "glm-dsa": "glm_moe_dsa",
+        "gpt2": "gpt2",
+        "hunyuan-moe": "hunyuan_v1_moe",
+        "hy-v3": "hy_v3",
+        "hy-v4": "hy_v4",
+        "kimi-linear": "kimi_linear",
+        "laguna": "laguna",
+        "mellum": "mellum",
+        "mimo2": "mimo_v2_flash",
+        "minimax-m2": "minimax_m2",
+        "mistral4": "mistral4",
+        "phimoe": "phimoe",
+        "qwen35": "qwen3_5_text",
+        "qwen35moe": "qwen3_5_moe_text",
+        "qwen3next": "qwen3_next",
+        "qwen3vlmoe": "qwen3_vl_moe",
+        "step35": "step3p7",
+    }
+)
+_READ = "from GGUF these architectures are read: " + ", ".join(sorted({*ARCHITECTURES, *GRAPH_ARCHITECTURES}))
+
+
+def architecture_of(file: GGUFFile) -> tuple[str, Architecture | GraphArchitecture]:
+    """``general.architecture`` and its row; raises ConfigError for one that is not read."""
+    name = file.metadata.get("general.architecture")
+    if isinstance(name, str):
+        if name in ARCHITECTURES and not (name == "llama" and not file.metadata.get("llama.expert_count")):
+            return name, ARCHITECTURES[name]
+        if name in GRAPH_ARCHITECTURES:
+            return name, GRAPH_ARCHITECTURES[name]
+    family = FROM_SAFETENSORS.get(name) if isinstance(name, str) else None
+    runs = "`moelight models` lists the families that run from safetensors"
+    if family is not None:
+        runs = f"the family runs from safetensors (model_type {family})"
+    raise ConfigError(f"{file.path}: general.architecture {quoted(name)} is not read; {runs}; {_READ}")

@@ -1,0 +1,248 @@
+"""GGUF files of llama.cpp's own converter, of every architecture that runs as a module graph, beside transformers.
+
+    python -m tests.engine.gguf_architectures --source DIR [--update] [--names NAME ...]
+
+DIR is the unpacked source of the package llama-cpp-python, which `make gguf` fetches. For each architecture
+transformers makes a tiny random checkpoint, the converter writes a file of it in float32, and greedy tokens from the
+file are compared with those of transformers on the checkpoint. --update writes the table of docs/reference/gguf.md
+and the headers that test_gguf_architectures.py reads: the keys that the converter wrote, and the tensors' shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from moelight.core.errors import MoelightError
+from moelight.core.policy import Policy, Shares
+from moelight.core.request import SamplingParams
+from moelight.engine.engine import Engine
+from moelight.models.graph import self_test
+from tests.models.graph.measured import config_of, sized
+
+ROOT = Path(__file__).parents[2]
+HEADERS = Path(__file__).with_name("gguf_architectures.json")
+TABLE = ROOT / "docs" / "reference" / "gguf.md"
+MARK = "<!-- measured by `make gguf` -->"
+PROMPTS = [[3, 5, 7, 9], [11, 2], list(range(20, 60))]
+TOKENS = 8
+_SPARE = {"qwen2": 8}  # ids, where the tokenizer of the family adds tokens of its own
+_SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
+
+# By architecture the family, and values of its config that files do not state and llama.cpp's code fixes.
+Fixed = Mapping[str, Any]
+FAMILIES: Mapping[str, tuple[str, Fixed]] = {
+    "afmoe": ("afmoe", {"mup_enabled": True}),
+    "arcee": ("arcee", {}),
+    "cohere2moe": ("cohere2_moe", {}),
+    "command-r": ("cohere", {}),
+    "dbrx": ("dbrx", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "dots1": ("dots1", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5-moe": ("ernie4_5_moe", {}),
+    "exaone-moe": ("exaone_moe", {}),
+    "exaone4": ("exaone4", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": "head_dim"}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": "head_dim"}),
+    "glm4": ("glm4", {}),
+    "glm4moe": ("glm4_moe", {}),
+    "granite": ("granite", {}),
+    "granitehybrid": ("granitemoehybrid", {"position_embedding_type": "nope"}),
+    "granitemoe": ("granitemoe", {}),
+    "jamba": ("jamba", {}),
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    "lfm2moe": ("lfm2_moe", {}),
+    "llama": ("llama", {}),
+    "llama4": ("llama4_text", {"attention_chunk_size": 8192, "floor_scale": 8192}),
+    "mistral3": ("ministral3", {}),
+    "nemotron_h_moe": ("nemotron_h", {}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "seed_oss": ("seed_oss", {}),
+    "smollm3": ("smollm3", {}),
+    "starcoder2": ("starcoder2", {}),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of one architecture: tokens that are transformers' of all, or why there are none."""
+
+    name: str
+    family: str
+    equal: int = 0
+    tokens: int = 0
+    reason: str = ""
+
+
+def config_for(name: str) -> Any:
+    """The tiny config of architecture ``name``."""
+    family, fixed = FAMILIES[name]
+    config = sized(self_test.tiny(config_of(family)))
+    for key, value in fixed.items():
+        setattr(config, key, getattr(config, value) if isinstance(value, str) and hasattr(config, value) else value)
+    return config
+
+
+def save_checkpoint(name: str, directory: Path, spare: int = 0) -> Any:
+    """A random checkpoint of architecture ``name`` in ``directory``, with a tokenizer; its config. ``spare``: so many
+    ids have no token, which the tokenizers of some families take for special ones."""
+    config = config_for(name)
+    self_test.random_model(config, 0).save_pretrained(directory)
+    save_tokenizer(directory, config.get_text_config().vocab_size - spare)
+    return config
+
+
+def save_tokenizer(directory: Path, size: int) -> None:
+    """A byte-level tokenizer of ``size`` tokens, with merges, as the converter asks for them."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary, merges = {letter: index for index, letter in enumerate(letters)}, list[tuple[str, str]]()
+    plain = [letter for letter in letters if letter.isascii() and letter.isalpha()]
+    for first in plain:
+        for second in plain:
+            if len(vocabulary) + len(_SPECIALS) < size:
+                vocabulary[first + second] = len(vocabulary)
+                merges.append((first, second))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIALS))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    bos, eos, pad = _SPECIALS
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "pad_token": pad}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def wanted_tokens(directory: Path) -> list[list[int]]:
+    """Greedy tokens of transformers in float32, without its cache."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    answers = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        with torch.inference_mode():
+            for _ in range(TOKENS):
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+def tokens_of(path: Path, homes: Shares | None = None) -> list[list[int]]:
+    """Greedy tokens from the file ``path``, computed in float32."""
+    sizes = {"batch_size": 3, "micro_batch_size": 2, "micro_batch_tokens": 16, "kv_tokens": 512}
+    policy = Policy(
+        model=str(path), **sizes, weights=homes or Shares(host=1.0), ffn_device="cpu", weight_dtype="float32"
+    )
+    with Engine(policy, device="cpu") as engine:
+        rows = engine.generate(PROMPTS, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+        return [list(row.token_ids) for row in rows]
+
+
+def convert(source: Path, directory: Path, path: Path) -> str:
+    """Write the checkpoint in ``directory`` to ``path`` with the converter of ``source``; the architecture's name."""
+    vendored = source / "vendor" / "llama.cpp"
+    if str(vendored) not in sys.path:
+        sys.path[:0] = [str(vendored / "gguf-py"), str(vendored)]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+            del sys.modules[name]
+    import gguf
+    from conversion import ModelBase, ModelType, base, get_model_architecture, get_model_class
+
+    base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    architecture = get_model_architecture(ModelBase.load_hparams(directory, False), ModelType.TEXT)
+    kind = get_model_class(architecture)
+    kind.set_vocab = lambda self: self._set_vocab_gpt2()
+    with torch.inference_mode():
+        writer = kind(directory, gguf.LlamaFileType.ALL_F32, path)
+        writer.write()
+    return str(writer.gguf_writer.arch)
+
+
+def compared(converter: ProcessPoolExecutor, source: Path, name: str) -> tuple[Outcome, dict[str, Any]]:
+    """The outcome of architecture ``name``, and the header that the converter, in its own process, wrote."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    family = FAMILIES[name][0]
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        save_checkpoint(name, directory, spare=_SPARE.get(family, 0))
+        wanted = wanted_tokens(directory)
+        written = converter.submit(convert, source, directory, directory / "tiny.gguf").result()
+        assert written == name, f"{family} became {written}"
+        header = header_of(directory / "tiny.gguf", name)
+        try:
+            answers = tokens_of(directory / "tiny.gguf")
+        except MoelightError as error:
+            return Outcome(name=name, family=family, reason=str(error).replace(scratch, "")), header
+    pairs = [(a, b) for one, other in zip(answers, wanted, strict=True) for a, b in zip(one, other, strict=True)]
+    equal = sum(a == b for a, b in pairs)
+    return Outcome(name=name, family=family, equal=equal, tokens=sum(map(len, wanted))), header
+
+
+def header_of(path: Path, name: str) -> dict[str, Any]:
+    """The keys of the architecture in the file, without its prefix, and the tensors with their shapes."""
+    from moelight.profiles.gguf import read_gguf
+
+    file = read_gguf(path)
+    prefix = f"{name}."
+    keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    return {"keys": keys, "tensors": {tensor.name: list(tensor.shape) for tensor in file.tensors.values()}}
+
+
+def table_of(outcomes: list[Outcome]) -> str:
+    """The table of docs/reference/gguf.md."""
+    lines = [
+        "| `general.architecture` | family (model_type) | greedy tokens that are transformers' |",
+        "| --- | --- | --- |",
+    ]
+    for outcome in outcomes:
+        result = f"{outcome.equal} of {outcome.tokens}" if outcome.tokens else outcome.reason
+        lines.append(f"| {outcome.name} | {outcome.family} | {result} |")
+    return "\n".join(lines)
+
+
+def main(report: Callable[[str], None] = print) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--source", type=Path, required=True, help="unpacked source of llama-cpp-python")
+    parser.add_argument("--names", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--update", action="store_true", help="write the table and the headers")
+    arguments = parser.parse_args()
+    outcomes, headers = [], json.loads(HEADERS.read_text()) if HEADERS.exists() else {}
+    # The converter brings a gguf-py of its own, so it has its own process.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as converter:
+        for name in arguments.names:
+            outcome, headers[name] = compared(converter, arguments.source, name)
+            outcomes.append(outcome)
+            report(f"{name}: {outcome.equal} of {outcome.tokens} {outcome.reason}".rstrip())
+    if arguments.update:
+        HEADERS.write_text(json.dumps(dict(sorted(headers.items())), indent=None, separators=(",", ":")) + "\n")
+        if arguments.names == list(FAMILIES):
+            before, _, after = TABLE.read_text().partition(MARK)
+            end = after.partition(MARK)[2]
+            TABLE.write_text(f"{before}{MARK}\n\n{table_of(outcomes)}\n\n{MARK}{end}")
+    right = sum(outcome.tokens > 0 and outcome.equal == outcome.tokens for outcome in outcomes)
+    wrong = sum(
+        0 < outcome.equal < outcome.tokens or (outcome.tokens > 0 and outcome.equal == 0) for outcome in outcomes
+    )
+    report(json.dumps({"architectures": len(outcomes), "equal": right, "other tokens": wrong}))
+    return 0 if right == len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
