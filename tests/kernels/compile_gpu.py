@@ -173,7 +173,7 @@ def product(
     )
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    arguments, constants = programs.attention_arguments(
+    arguments, constants = programs.arguments_of(
         pages, part, x, out, slots, tokens, tile, pages.activation, 0.5 if stored else 1.0, wide=wide
     )
     how = replace(constants["HOW"], product=serving.triton_dtype(torch.float32 if wide else dtype), by_hand=False)
@@ -204,7 +204,7 @@ def integer_product(card: int, dtype: torch.dtype, form: str, part: str, mean_ro
     tile = tiles.choose_integers(divmod(card, 10), **sizes)
     slots = torch.empty((16, 3), dtype=torch.int32)
     tokens = torch.empty(ROWS, dtype=torch.int64) if part == "gate_up" else None
-    arguments, constants = programs.attention_arguments(pages, part, x, out, slots, tokens, tile, pages.activation)
+    arguments, constants = programs.arguments_of(pages, part, x, out, slots, tokens, tile, pages.activation)
     constants["HOW"] = replace(constants["HOW"], by_hand=False)
     label = f"int8 {NAMES[dtype]} {form} {part} {mean_rows}"
     return facts(label, card, grouped_triton.grouped, arguments, constants, **tiles.launch_options(tile))
