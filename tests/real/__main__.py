@@ -1,11 +1,11 @@
 """The main job on published models: 200 questions answered by the command line, compared with transformers in float32.
 
-    python -m tests.real [--cache DIR] [--questions 200] [--models smollm2 gemma3]
+    python -m tests.real [--cache DIR] [--questions 200] [--models smollm2 gemma3] [--gguf]
 
 An instruct model gets the questions as chats through its own template, a base model as plain prompts that it continues
 by fewer tokens, as nothing ends them. Each token of an
 answer must be the likeliest one of transformers in float32, given the tokens before it; ties within 1e-4 are counted
-apart. The last line is JSON.
+apart. With --gguf the published file itself answers, computed in float32. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ CHAT_TOKENS, PROMPT_TOKENS = 256, 32
 TIE = 1e-4  # difference of logits that another order of float32 sums explains
 
 
-def answer(directory: Path, questions: list[str], max_tokens: int, chat: bool, scratch: Path) -> list[dict[str, Any]]:
-    """The rows that `moelight generate` writes for ``questions``."""
+def answer(model: Path, questions: list[str], max_tokens: int, chat: bool, scratch: Path) -> list[dict[str, Any]]:
+    """The rows that `moelight generate` writes for ``questions``, with the model in a directory or GGUF file."""
     asked, answered = scratch / "questions.jsonl", scratch / "answers.jsonl"
     rows = [
         {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": f"Question: {text}\nAnswer:"}
         for text in questions
     ]
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "moelight", "generate", asked, "--model", directory, "-o", answered, "--restart"]
-    subprocess.run([*command, "--token-ids", "--max-tokens", str(max_tokens)], check=True)
+    command = [sys.executable, "-m", "moelight", "generate", asked, "--model", model, "-o", answered, "--restart"]
+    wide = ["--dtype", "float32"] if model.is_file() else []
+    subprocess.run([*command, *wide, "--token-ids", "--max-tokens", str(max_tokens)], check=True)
     return [json.loads(line) for line in answered.read_text().splitlines()]
 
 
@@ -67,15 +68,15 @@ def compare(directory: Path, questions: list[str], answers: list[dict[str, Any]]
     return counts
 
 
-def run(model: PublishedModel, cache: Path, questions: list[str]) -> dict[str, Any]:
-    """Fetch, dequantise, answer and compare."""
-    directory = cache / model.name
+def run(model: PublishedModel, cache: Path, questions: list[str], *, as_gguf: bool) -> dict[str, Any]:
+    """Fetch, dequantise, answer, with the file ``as_gguf`` or with its values, and compare."""
+    directory, file = cache / model.name, fetch(model, cache)
     if not (directory / "model.safetensors").exists():
-        dequantise(model, fetch(model, cache), directory)
+        dequantise(model, file, directory)
     chat = AutoTokenizer.from_pretrained(directory).chat_template is not None
     with tempfile.TemporaryDirectory() as scratch:
         max_tokens = CHAT_TOKENS if chat else PROMPT_TOKENS
-        answers = answer(directory, questions, max_tokens, chat, Path(scratch))
+        answers = answer(file if as_gguf else directory, questions, max_tokens, chat, Path(scratch))
     for text, row in list(zip(questions, answers, strict=True))[:5]:
         print(f"  {text}\n    {row['text'].strip()[:160]!r} ({row['finish_reason']})")
     counts = compare(directory, questions, answers, chat)
@@ -88,10 +89,11 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("build/real"), help="Where the models are kept.")
     parser.add_argument("--questions", type=int, default=200, help="Number of questions.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--gguf", action="store_true", help="Answer with the GGUF file itself.")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
     questions = QUESTIONS.read_text().splitlines()[: options.questions]
-    results = [run(MODELS[name], options.cache, questions) for name in options.models]
+    results = [run(MODELS[name], options.cache, questions, as_gguf=options.gguf) for name in options.models]
     print(json.dumps(results))
     wrong = [result for result in results if result["other"] or result["prompts of another length"]]
     sys.exit(bool(wrong))
