@@ -75,7 +75,7 @@ def test_real_files_are_read_and_kept_for_another_run(tmp_path: Path) -> None:
 
 def test_prompts_are_mtbenchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from mtbench import mtbench_requests, prompt_lengths
+    from gpu_sections.mtbench import mtbench_requests, prompt_lengths
 
     lengths = prompt_lengths()
     assert len(lengths) == 80
