@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+MATRICES = ("gate_up", "up", "down")  # of an expert, as kernels take them
 M = TypeVar("M")
 N = TypeVar("N")
 

@@ -17,8 +17,8 @@ class Matrix(Generic[T]):
     """A matrix [``rows``, ``columns``] stored as ``stored``.
 
     Attributes:
-        tensors: by suffix, in the order of the format, byte ranges of a file (`weights.source.TensorInfo`), offsets in
-            a page (`weights.expert_pages.PageTensor`), or torch tensors on one device, contiguous.
+        tensors: by suffix, in the order of the format, byte ranges of a file (`weights.tensor_info.TensorInfo`),
+            offsets in a page (`weights.expert_pages.PageTensor`), or torch tensors on one device, contiguous.
         transposed: of floats: the tensor [columns, rows] holds the transpose.
     """
 

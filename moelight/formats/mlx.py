@@ -13,8 +13,7 @@ from moelight.formats.rules import FormatRow, ModuleRule, Settings
 
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 _NAMES = (".weight", ".scales", ".biases")
-# Stacks of experts, which `weights.loose_experts` takes apart.
-_STACK = re.compile(re.escape(re.escape(".switch_mlp.")))
+_STACK = ".switch_mlp."  # in names of stacks of experts, which `weights.loose_experts` takes apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +63,7 @@ def _rules(settings: Settings, scale: str) -> Iterable[ModuleRule]:
     """Yield the rules of a config: modules by name, then all others, of which those without scales are plain."""
     for name, entry in settings.values.items():
         if isinstance(entry, (dict, bool)):
-            pattern = _STACK.sub(lambda _: r"\.experts\.\d+\.", re.escape(name))
+            pattern = re.escape(name).replace(re.escape(_STACK), r"\.experts\.\d+\.")
             values = {**settings.values, **(entry if isinstance(entry, dict) else {})}
             yield ModuleRule(re.compile(pattern), None if entry is False else _format(Settings(values), scale))
     yield ModuleRule(re.compile(r".*"), _format(settings, scale))

@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
-from moelight.formats.matrix import Matrix
+from moelight.formats.experts import MATRICES
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.layer import BoundExperts
 from moelight.kernels.products import Workspace, feed_forward, linear
-from moelight.kernels.quantized import dense_values
+from moelight.kernels.quantized import Weight, dense_values
 from moelight.kernels.reference import gate_and_up
 
-Weight: TypeAlias = Tensor | Matrix[Tensor]
-MATRICES = ("gate_up", "up", "down")
 PARTS = (*MATRICES, "gate_up_bias", "up_bias", "down_bias")  # of `Expert`
 
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from moelight.formats.experts import MATRICES
 from moelight.formats.matrix import Matrix
 from moelight.hrm.costs import EXPERT_ROWS
 from moelight.kernels import native
@@ -22,17 +23,10 @@ from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
 from moelight.kernels.products import Workspace, padded_rows
+from moelight.kernels.quantized import Weight
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
-from moelight.models.expert import (
-    MATRICES,
-    Expert,
-    ExpertFunction,
-    LayerExperts,
-    Weight,
-    expert_arguments,
-    in_torch,
-)
+from moelight.models.expert import Expert, ExpertFunction, LayerExperts, expert_arguments, in_torch
 from moelight.profiles.model import RouterSpec
 
 Experts: TypeAlias = LayerExperts | ExpertTable  # of a layer; a table for grouped kernels

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moelight.formats.mxfp4 import MXFP4Format
-from moelight.kernels.formats.reference import E2M1, E8M0_BIAS, Encoder, Tensors, WholeNumbers, nibbles
+from moelight.kernels.formats.reference import E8M0_BIAS, Encoder, Tensors, WholeNumbers, e2m1_values, nibbles
 
 _EXPONENT = 2  # of the largest power of two in E2M1
 _MANTISSA_BITS = 23
@@ -20,10 +20,7 @@ class MXFP4Reference(Encoder):
     def values(self, stored: MXFP4Format, tensors: Tensors, begin: int, end: int, columns: int) -> Tensor:
         weight, scale = stored.names
         pairs = tensors[weight][begin:end].reshape(end - begin, -1)
-        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
-        values = torch.tensor(E2M1, device=codes.device)[codes.int()].view(
-            end - begin, columns // stored.group, stored.group
-        )
+        values = e2m1_values(pairs).view(end - begin, columns // stored.group, stored.group)
         exponents = tensors[scale].view(torch.uint8)[begin:end].reshape(end - begin, -1, 1).int() - E8M0_BIAS
         return torch.ldexp(values, exponents).flatten(1)
 

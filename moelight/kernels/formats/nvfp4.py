@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moelight.formats.nvfp4 import NVFP4Format
-from moelight.kernels.formats.reference import E2M1, Reference, Tensors
+from moelight.kernels.formats.reference import Reference, Tensors, e2m1_values
 
 
 class NVFP4Reference(Reference):
@@ -15,8 +14,7 @@ class NVFP4Reference(Reference):
     def values(self, stored: NVFP4Format, tensors: Tensors, begin: int, end: int, columns: int) -> Tensor:
         weight, scale, number = stored.names
         pairs = tensors[weight][begin:end].reshape(end - begin, -1)
-        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
-        values = torch.tensor(E2M1, device=codes.device)[codes.int()].view(end - begin, -1, stored.group)
+        values = e2m1_values(pairs).view(end - begin, -1, stored.group)
         scales = tensors[scale].reshape(-1, stored.groups(columns))[begin:end].float().unsqueeze(-1)
         scales = scales / tensors[number] if stored.divides else scales * tensors[number]
         return (values * scales).flatten(1)

@@ -16,7 +16,7 @@ from moelight.formats.format import Format
 
 Tensors = Mapping[str, Tensor]  # by suffix, as `Format.tensors` lists them
 E8M0_BIAS = 127
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class WholeNumbers(NamedTuple):
@@ -91,6 +91,12 @@ def nibbles(codes: Tensor) -> Tensor:
     """Two 4-bit codes a byte, the first in the lower bits: words of eight are the same bytes."""
     both = codes.view(torch.int16)
     return (both | (both >> 4)).to(torch.uint8)
+
+
+def e2m1_values(pairs: Tensor) -> Tensor:
+    """The values of two E2M1 codes a byte [R, C / 2], the first in the lower bits, float32 [R, C]."""
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    return torch.tensor(_E2M1, device=codes.device)[codes.int()]
 
 
 def signed_codes(bits: int, quotients: Tensor) -> Tensor:

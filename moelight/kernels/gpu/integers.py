@@ -1,6 +1,5 @@
 """Rows rounded to int8 on a GPU, as `kernels.quantized` defines it.
 
-
 Legend: T rows of x, R routed rows, C columns, G columns of a group.
 """
 

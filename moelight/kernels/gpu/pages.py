@@ -18,23 +18,20 @@ import torch
 from torch import Tensor
 
 from moelight.formats.codebook import CODEBOOKS
+from moelight.formats.experts import MATRICES
 from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
-from moelight.formats.plain import PLAIN_FORMATS
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, check_tensor
-from moelight.kernels.quantized import INT8, is_rounded, parts_checked
+from moelight.kernels.quantized import INT8, Weights, is_rounded, parts_checked, stack_of, upright
 
-MATRICES = ("gate_up", "up", "down")
 # Rows of a matrix in the table of addresses; in place of scales a format may have a codebook.
 TENSORS = ("codes", "scales", "zero points", "order", "bias")
 ALIGNMENT_BYTES = 16
 _MAX_BYTES = 2**31 - 1  # of a tensor: kernels count in 32 bits
-_PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # As which the kernels load the bytes of narrow floats.
 _LOADED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e8m0fnu: torch.uint8}
 
-Weights = Sequence[Matrix[Tensor] | Tensor | None]
 Biases = Sequence[Tensor | None]
 
 
@@ -195,9 +192,8 @@ def _matrices(name: str, weights: Any) -> list[Matrix[Tensor] | None]:
 
 def _matrix(name: str, weight: Any) -> Matrix[Tensor]:
     if isinstance(weight, Tensor):
-        check_tensor(name, _upright(weight), FLOATS, (None, None), device=None, gap=False)
-        stored, (rows, columns) = PLAIN_FORMATS[_PLAIN[weight.dtype]], weight.shape
-        matrix = Matrix(stored=stored, rows=rows, columns=columns, tensors={stored.names[0]: weight})
+        check_tensor(name, upright(weight), FLOATS, (None, None), device=None, gap=False)
+        (matrix,) = stack_of(weight)
     elif isinstance(weight, Matrix):
         matrix = parts_checked(name, weight, None)
     else:
@@ -209,12 +205,6 @@ def _matrix(name: str, weight: Any) -> Matrix[Tensor]:
                 "them"
             )
     return matrix
-
-
-def _upright(matrix: Tensor) -> Tensor:
-    """``matrix``, or its transpose where that is what is contiguous."""
-    transposed = matrix.ndim == 2 and matrix.shape[1] > 1 and matrix.stride(0) == 1 != matrix.stride(1)
-    return matrix.t() if transposed else matrix
 
 
 def _form(
@@ -242,7 +232,7 @@ def _form(
             columns=matrix.columns,
             dtypes=dtypes,
             bias=None if bias is None else bias.dtype,
-            transposed=_upright(first) is not first,
+            transposed=upright(first) is not first,
         )
         forms.add(form)
     if len(forms) != 1:
