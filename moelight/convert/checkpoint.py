@@ -50,8 +50,9 @@ from moelight.formats.compressed_tensors import Rounding, rounding_config
 from moelight.models.checkpoints import open_model
 from moelight.models.moe import Routed
 from moelight.profiles.hf_config import QUANTISED_KEYS
-from moelight.weights.source import INDEX, Checkpoint, TensorInfo, resolve_model
+from moelight.weights.source import INDEX, Checkpoint, resolve_model
 from moelight.weights.stored_matrix import read_tensor
+from moelight.weights.tensor_info import TensorInfo
 
 RECORD = "conversion.json"
 SHARD_BYTES = 4 * GiB

@@ -16,7 +16,8 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.formats.format import ITEM_BYTES, Format
 from moelight.profiles.families import FAMILIES
 from moelight.profiles.names import TensorNames
-from moelight.weights.source import Checkpoint, TensorInfo
+from moelight.weights.source import Checkpoint
+from moelight.weights.tensor_info import TensorInfo
 
 _LENGTH_BYTES = 8
 _WEIGHT = ".weight"

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelight.weights.source import TensorInfo
+from moelight.weights.tensor_info import Shape, TensorInfo, row_major
 
 _MOST_BOXES = 1 << 13
-Shape = tuple[int, ...]
 
 
 class NotMovedError(Exception):
@@ -183,15 +182,6 @@ class AssembledInfo(TensorInfo):
     """A tensor that is stored nowhere as a whole: ``tiled`` by boxes of others. Its offset and bytes mean nothing."""
 
     tiled: Tiled
-
-
-def row_major(shape: Shape) -> Shape:
-    """Strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def concatenated(parts: Sequence[Tiled], dim: int) -> Tiled:

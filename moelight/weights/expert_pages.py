@@ -24,10 +24,9 @@ from moelight.formats.format import ITEM_BYTES, PAGE_ALIGNMENT, SHAPE, RepackTab
 from moelight.formats.matrix import Matrix
 from moelight.formats.plain import PLAIN_FORMATS
 from moelight.kernels.repack import transposition
-from moelight.weights.boxes import row_major
 from moelight.weights.page_layout import Places, StridedMatrix, joined_pair
 from moelight.weights.stored_matrix import TORCH
-from moelight.weights.tensor_info import StoredMatrix, TensorInfo
+from moelight.weights.tensor_info import StoredMatrix, TensorInfo, row_major
 
 
 class PageTensor(NamedTuple):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from moelight.core.errors import CheckpointError
 from moelight.formats.registry import SUFFIXES
-from moelight.weights.source import Checkpoint, TensorInfo
+from moelight.weights.source import Checkpoint
+from moelight.weights.tensor_info import TensorInfo
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -35,9 +35,8 @@ from moelight.profiles.model import ModelProfile
 from moelight.profiles.quantization import KEPT
 from moelight.profiles.tensor_list import dense_tensors
 from moelight.weights.expert_pages import ExpertPages
-from moelight.weights.source import TensorInfo
-from moelight.weights.stored_matrix import INVERSES, read_matrix
-from moelight.weights.tensor_info import StoredMatrix
+from moelight.weights.stored_matrix import INVERSES, check_group_order, read_matrix
+from moelight.weights.tensor_info import StoredMatrix, TensorInfo
 from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
@@ -439,13 +438,7 @@ def _check_orders(pages: ExpertPages, reads: Iterable[_PartRead], *, in_order: b
     for piece, values, _ in reads:
         if (expected := pages.orders.get(piece.name)) is not None:
             order_of = values.view(torch.int32)
-            least, maximum = order_of.aminmax()
-            if least < 0 or maximum >= expected.groups:
-                wrong = int(least if least < 0 else maximum)
-                raise CheckpointError(
-                    f"{piece.file}: tensor {piece.name!r} puts a column into group {wrong}, and there are "
-                    f"{expected.groups}; fetch the checkpoint again"
-                )
+            check_group_order(piece, order_of, expected.groups)
             if in_order and (order_of.diff() < 0).any():
                 raise CheckpointError(
                     f"{piece.file}: tensor {piece.name!r}: columns are not in the order of their groups, as "

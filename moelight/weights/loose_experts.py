@@ -11,7 +11,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from moelight.core.errors import CheckpointError
-from moelight.weights.source import Checkpoint, TensorInfo
+from moelight.weights.source import Checkpoint
+from moelight.weights.tensor_info import TensorInfo
 
 _NAME = re.compile(
     r"(?P<block>(?P<layer>.*?\.\d+)\..*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>\w+)\.(?P<kind>weight|bias)"

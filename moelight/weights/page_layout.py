@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from moelight.weights.boxes import Box, Shape, Tiled, row_major
-from moelight.weights.tensor_info import TensorInfo
+from moelight.weights.boxes import Box, Tiled
+from moelight.weights.tensor_info import Shape, TensorInfo, row_major
 
 
 class StridedMatrix(NamedTuple):

@@ -138,14 +138,12 @@ def _matrix(
         )
     rows, columns = _size(tensors, module, codes, stored)
     stack = stored.stack_of(codes.shape) or 1
-    code_infos = {}
+    flattened: dict[str, TensorInfo] = {}
     for suffix in stored.names if stack > 1 else ():
         if info := tensors.get(module + suffix):
             flat = (math.prod(info.shape[:2]), math.prod(info.shape[2:])) if len(info.shape) > 2 else info.shape
-            code_infos[info.name] = replace(info, shape=flat)
-    return find_matrix(
-        {**code_infos} if code_infos else tensors, module, stored, stack * rows, columns, listing=listing
-    )
+            flattened[info.name] = replace(info, shape=flat)
+    return find_matrix(flattened or tensors, module, stored, stack * rows, columns, listing=listing)
 
 
 def _size(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: Format) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""One quantised matrix of a checkpoint: its tensors, found and checked, their bytes and their numbers. Every fault is a
-CheckpointError that names tensor and file. `kernels.quantized` gives the numbers."""
+"""One stored matrix of a checkpoint: its tensors, found and checked, and their bytes, read into memory. Every fault is
+a CheckpointError that names tensor and file. `kernels.quantized` gives the values."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ TORCH = {
     "U32": torch.int32,
     "I64": torch.int64,
 }
-
-
-# Of functions that converters store numbers by (float32).
+# Of the functions of values that some converters store in their place (float32).
 INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "plus_one": lambda stored: stored - 1,
     "negated_exp": lambda stored: torch.log(-stored),
@@ -55,12 +53,21 @@ def read_matrix(matrix: StoredMatrix, into: Tensor | None = None) -> Matrix[Tens
     if shape is not None and shape.tolist() != list(matrix.shape):
         raise matrix.error(SHAPE, f"says {shape.tolist()}, and the matrix is {list(matrix.shape)}")
     if matrix.stored.order:
-        order, groups = tensors[matrix.stored.names[3]], matrix.stored.groups(matrix.columns)
-        least, maximum = int(order.min()), int(order.max())
-        if least < 0 or maximum >= groups:
-            wrong = least if least < 0 else maximum
-            raise matrix.error(matrix.stored.names[3], f"puts a column into group {wrong}, and there are {groups}")
+        suffix = matrix.stored.names[3]
+        check_group_order(matrix.tensors[suffix], tensors[suffix], matrix.stored.groups(matrix.columns))
     return Matrix(stored=matrix.stored, rows=matrix.rows, columns=matrix.columns, tensors=tensors)
+
+
+def check_group_order(info: TensorInfo, order: Tensor, groups: int) -> None:
+    """Raise CheckpointError if ``order``, the group of each column, which was read from ``info``, names one that is not
+    among ``groups``."""
+    least, maximum = map(int, order.aminmax())
+    if least < 0 or maximum >= groups:
+        wrong = least if least < 0 else maximum
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} puts a column into group {wrong}, and there are {groups}; "
+            "fetch the checkpoint again"
+        )
 
 
 def find_matrix(

@@ -13,6 +13,17 @@ from moelight.formats.format import ITEM_BYTES, PAGE_ALIGNMENT, SHAPE
 from moelight.formats.matrix import Matrix
 from moelight.formats.plain import PLAIN_FORMATS
 
+Shape = tuple[int, ...]
+
+
+def row_major(shape: Shape) -> Shape:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
@@ -40,7 +51,7 @@ class TensorInfo:
         """Numbers from one index of each dimension to the next."""
         if self.turned:
             return (math.prod(self.shape[1:]), 1, self.shape[1])
-        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        return row_major(self.shape)
 
     def part(self, index: int, count: int) -> TensorInfo:
         """Slice ``index`` of ``count`` equal slices along the first dimension, under the name of the whole."""

@@ -25,7 +25,8 @@ from moelight.weights.ignored import COMPUTED, IgnoreRule, ignore_rules, set_asi
 from moelight.weights.loose_experts import experts_one_by_one
 from moelight.weights.page_layout import in_a_row
 from moelight.weights.quantized_checkpoint import as_matrices
-from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo, resolve_model
+from moelight.weights.source import Checkpoint, IgnoredTensor, resolve_model
+from moelight.weights.tensor_info import TensorInfo
 
 
 def _axes(width: str) -> dict[str, tuple[str, ...]]:

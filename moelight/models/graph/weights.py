@@ -33,7 +33,8 @@ from moelight.weights.ignored import COMPUTED, NOT_READ, OTHER_PART, PREDICTION,
 from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, values_between
 from moelight.weights.loose_experts import LooseExperts, layer_of, loose_experts
 from moelight.weights.page_layout import Places, ScatteredError, in_a_row, lay_out
-from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
+from moelight.weights.source import Checkpoint, IgnoredTensor
+from moelight.weights.tensor_info import TensorInfo
 from moelight.weights.tensor_map import open_needed, plain_matrices
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
@@ -329,7 +330,7 @@ class _Audit:
     """Checks what `_Conversion` found against the module, and divides it into pages and the rest."""
 
     def __init__(self, checkpoint: Checkpoint, model: Model, conversion: _Conversion) -> None:
-        self._checkpoint, self._model, self._found = checkpoint, model, conversion
+        self._checkpoint, self._model, self._conversion = checkpoint, model, conversion
         self._module: Any = model.module
         self._faults = conversion.faults
         self._state = model.module.state_dict(keep_vars=True)
@@ -363,16 +364,16 @@ class _Audit:
 
     def _claim_loose_experts(self) -> None:
         """Take experts that are stored one by one where a stack is missing."""
-        loose = loose_experts(self._found.left)
+        loose = loose_experts(self._conversion.left)
         for _, _, paths in self._paged:
             layer = layer_of(next(iter(paths.values())))
-            if layer not in loose or any(path in self._found.sources for path in paths.values()):
+            if layer not in loose or any(path in self._conversion.sources for path in paths.values()):
                 continue
             self._loose[layer] = loose[layer]
             infos = list(loose[layer].values())
-            self._found.sources.update(dict.fromkeys(paths.values(), infos))
+            self._conversion.sources.update(dict.fromkeys(paths.values(), infos))
             claimed = {info.name for info in infos}
-            self._found.left = [entry for entry in self._found.left if entry[1].name not in claimed]
+            self._conversion.left = [entry for entry in self._conversion.left if entry[1].name not in claimed]
 
     def _experts_one_by_one(
         self, form: ExpertForm, paths: Mapping[str, str], loose: LooseExperts
@@ -405,7 +406,7 @@ class _Audit:
 
     def _dtype(self) -> DType:
         """The dtype of pages; faults for tensors of another one."""
-        used = {info.name: (info, target) for target, infos in self._found.sources.items() for info in infos}
+        used = {info.name: (info, target) for target, infos in self._conversion.sources.items() for info in infos}
         of_pages = Counter(info.dtype for info, target in used.values() if target in self._of_pages)
         common = (of_pages or Counter(info.dtype for info, _ in used.values())).most_common(1)
         name = common[0][0] if common and common[0][0] in BY_SAFETENSORS else FLOAT32.safetensors
@@ -423,7 +424,7 @@ class _Audit:
         """The tensors that are not read; faults for others without a parameter."""
         patterns = tuple(_not_read(self._module))
         ignored, left = list(self._checkpoint.ignored), []
-        for name, info in self._found.left:
+        for name, info in self._conversion.left:
             if reason := next((reason for pattern, reason in patterns if re.search(pattern, name)), None):
                 ignored.append(IgnoredTensor(info=info, reason=reason))
             else:
@@ -446,7 +447,7 @@ class _Audit:
         absent = list(self._module._keys_to_ignore_on_load_missing or ())
         dense, initial = [], []
         for names in tied.values():
-            if any(name in self._found.sources for name in names):
+            if any(name in self._conversion.sources for name in names):
                 if tensor := self._dense_tensor(names, dtype):
                     dense.append(tensor)
             elif not isinstance(self._state[names[0]], nn.Parameter) and any(
@@ -455,18 +456,18 @@ class _Audit:
                 initial.append(names[0])
                 dense.append(self._described(names, dtype, ()))
             else:
-                self._found.missing(names[0])
+                self._conversion.missing(names[0])
         return tuple(dense), tuple(initial)
 
     def _dense_tensor(self, names: Sequence[str], dtype: DType) -> DenseTensor | None:
-        stored = [name for name in names if name in self._found.tensors]
+        stored = [name for name in names if name in self._conversion.tensors]
         shape = tuple(self._state[names[0]].shape)
         if not stored or not all(self._shaped(name, [shape]) for name in stored):
             return None
-        tensor = self._described(names, dtype, self._found.tensors[stored[0]].boxes)
+        tensor = self._described(names, dtype, self._conversion.tensors[stored[0]].boxes)
         if len(stored) == 1:
             return tensor
-        first, spare = (self._found.sources[name] for name in stored[:2])
+        first, spare = (self._conversion.sources[name] for name in stored[:2])
         if len(first) > 1 or len(spare) > 1 or first[0].dtype != spare[0].dtype or len(stored) > 2:
             self._faults.add(f"{first[0].file}: tensors {', '.join(map(repr, stored))} are tied, but all are stored")
             return None
@@ -491,8 +492,8 @@ class _Audit:
         page of them."""
         tensors: list[tuple[str, DenseTensor]] = []
         for name in names:
-            if name not in self._found.sources:
-                self._found.missing(name)
+            if name not in self._conversion.sources:
+                self._conversion.missing(name)
             elif tensor := self._dense_tensor([name], dtype):
                 if fault := _not_of_a_page(tensor, dtype):
                     self._faults.add(fault)
@@ -504,10 +505,10 @@ class _Audit:
 
     def _shaped(self, name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Whether tensor ``name`` has one of ``shapes``; records a fault otherwise."""
-        shape = self._found.tensors[name].shape
+        shape = self._conversion.tensors[name].shape
         if shape in shapes:
             return True
-        infos = self._found.sources[name]
+        infos = self._conversion.sources[name]
         subject = f"tensor {infos[0].name!r} has shape {list(infos[0].shape)}"
         if len(infos) > 1:
             subject = f"tensors {infos[0].name!r} … {infos[-1].name!r} make {name!r} {list(shape)}"
@@ -524,14 +525,14 @@ class _Audit:
         stacks: dict[str, list[Tiled]] = {}
         for name, path in paths.items():
             shape = tuple(self._state[path].shape)
-            if path not in self._found.tensors:
-                if path not in self._found.sources:
-                    self._found.missing(path)
+            if path not in self._conversion.tensors:
+                if path not in self._conversion.sources:
+                    self._conversion.missing(path)
                 continue
             stacked = shape[0] % form.count == 0 and len(shape) == 2 and name not in _biases(form)
             # Experts from the count on have no page, so they need not be stored.
             if self._shaped(path, [shape] if stacked else [shape, (form.count, *shape[1:])]):
-                tensor = self._found.tensors[path]
+                tensor = self._conversion.tensors[path]
                 if stacked:
                     tensor = tensor.view((form.count, shape[0] // form.count, *shape[1:]))
                 stacks[name] = tensor.unbind(0)
