@@ -14,12 +14,12 @@ from moelight.weights.expert_pages import ExpertPages, PageTensor
 
 
 class PagedExperts:
-    """The experts in ``pages``; each is made once of the memory of its page and how the page lies. ``activations``:
-    those that their products take where matrices have integers, as `Policy` says."""
+    """The experts in ``pages``; each is built once for the memory of its page and its layout. ``activations``: those
+    that their products take where matrices have integers, as `Policy` says."""
 
     def __init__(self, pages: ExpertPages, activations: str = "auto") -> None:
         self._pages, self._activations, self._layout_ids = pages, activations, pages.ids_by_layer
-        # By the identity of the page's tensor, which is kept, so that no other has it.
+        # By layout and the identity of the page's tensor, which is kept, so that no other has it.
         self._experts: dict[tuple[int, int], tuple[Tensor, Expert]] = {}
 
     def layout_id(self, layer: int) -> int | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from moelight.core.errors import MoelightError
 from moelight.core.schedule import Page
@@ -29,7 +29,7 @@ class LayerDemand:
 
     Attributes:
         late: experts whose pages were missing when the demand was computed.
-        on_cpu: weights of the experts that the CPU computes in place, beside a GPU; empty if there are none.
+        on_cpu: the pages of the experts that the CPU computes in place, beside a GPU; empty if there are none.
         memory: int32 [E], the number (`PageStore.memory`) of the memory of the other routed experts; else -1.
         transfers: pages to transfer, ``read_pages`` of ``read_bytes`` in all from disk, since ``since_s``.
         coming: transfers to wait for, including those that began earlier.
@@ -37,7 +37,7 @@ class LayerDemand:
 
     stats: TransferStats
     late: frozenset[int]
-    on_cpu: tuple[Any, ...]
+    on_cpu: tuple[Tensor | None, ...]
     memory: np.ndarray
     transfers: list[Transfer] = field(default_factory=list)
     coming: list[Transfer] = field(default_factory=list)

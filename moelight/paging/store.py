@@ -50,7 +50,7 @@ class PageStore:
         slot_bytes: int,
         bytes_of: Callable[[Page], int] | None = None,
     ) -> None:
-        self._longest = longest = parts[-1].stop
+        longest = parts[-1].stop
         self._bytes_of = bytes_of or (lambda _: longest)
 
         def cut(purpose: str, first: int) -> list[SlotMemory]:

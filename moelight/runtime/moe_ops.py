@@ -90,7 +90,7 @@ class MoEOps:
         self._top_k, self._discrete = decoder.model.router.top_k, pages.fast_tier == "device"
         tables = self._tables() if self._discrete else None
         self._grouped = None if tables is None else LayerPages(tables, decoder.activations, self._num_experts)
-        self._found: dict[tuple[int, int], list[LayerExperts]] = {}
+        self._layer_experts: dict[tuple[int, int], list[LayerExperts]] = {}
         self._residents = 0
         self.table: Mapping[TaskKind, MoEOperation] = {
             TaskKind.POST_ATTENTION: self._post_attention,
@@ -281,10 +281,10 @@ class MoEOps:
         if pass_pages.small is not None:
             return self._decoder.experts(layer, pass_pages.small.pages(layer))
         key = (self._pages.phase(pass_pages.position), pass_pages.residents)
-        if key not in self._found:
+        if key not in self._layer_experts:
             if key[1] != self._residents:
-                self._found, self._residents = {}, key[1]
+                self._layer_experts, self._residents = {}, key[1]
             memory_indices = self._pages.memory_of_experts(pass_pages.position)
             pages = map(self._pages.pages_at, memory_indices)
-            self._found[key] = [self._decoder.experts(layer, page) for layer, page in enumerate(pages)]
-        return self._found[key][layer]
+            self._layer_experts[key] = [self._decoder.experts(layer, page) for layer, page in enumerate(pages)]
+        return self._layer_experts[key][layer]

@@ -73,15 +73,8 @@ class GraphDecoder:
     finite = None
     whole_layers = False
 
-    def __init__(
-        self,
-        model: ModelProfile,
-        graph: GraphModel,
-        paged: PagedExperts,
-        space: Workspace,
-    ) -> None:
-        self.paged = paged
-        self.model, self.space, self.dtype = model, space, space.inputs.dtype
+    def __init__(self, model: ModelProfile, graph: GraphModel, paged: PagedExperts, space: Workspace) -> None:
+        self.model, self.paged, self.space, self.dtype = model, paged, space, space.inputs.dtype
         self.sinks: dict[int, Tensor] = {}
         self._graph = graph
         self._states: dict[int, State] = {}  # of the running sequences, by place

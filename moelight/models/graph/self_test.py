@@ -32,7 +32,6 @@ from moelight.models.graph.model import (
     binding,
     module_of,
     on_meta,
-    read_config,
     running,
     use,
 )
@@ -522,12 +521,6 @@ def random_model(config: PretrainedConfig, seed: int) -> Any:
         else:
             weight.add_(torch.randn_like(weight), alpha=0.1)
     return module
-
-
-def prove(directory: Path) -> None:
-    """`prove_config` of ``directory/config.json``."""
-    path = directory / "config.json"
-    prove_config(read_config(directory), path.read_text(encoding="utf-8"), where=str(path))
 
 
 def prove_config(config: PretrainedConfig, text: str, *, where: str) -> None:
