@@ -1,4 +1,4 @@
-"""Kills a small job at every point of `moelight.batch.faults`, and starts it again. Run by `test_journal_kills`.
+"""Kills a small job at every point of `moelight.batch.faults`, and starts it again. Run by `test_journal.py`.
 
 A process of its own, because it forks: the children have nothing but the journal.
 """

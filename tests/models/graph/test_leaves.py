@@ -224,8 +224,8 @@ def test_modules_of_one_class_may_differ() -> None:
     norms = filled(nn.ModuleList((Norm(eps=1e-6), Norm(eps=1.0))))
     original = copy.deepcopy(norms)
     use_leaf_kernels(norms)
-    for selected, theirs in zip(norms, original, strict=True):
-        assert torch.allclose(selected(tokens(3)), theirs(tokens(3)), atol=1e-6)
+    for ours, theirs in zip(norms, original, strict=True):
+        assert torch.allclose(ours(tokens(3)), theirs(tokens(3)), atol=1e-6)
 
 
 def test_a_forward_that_was_replaced_before_stays() -> None:
@@ -266,9 +266,9 @@ def test_products_of_one_input_are_one_and_heads_are_rotated(dtype: torch.dtype,
         x, (cos, sin) = tokens(rows, dtype), angles(rows, dtype)
         expected = original(x, cos, sin)
         result = module(x, cos, sin)
-        for selected, theirs in zip(result, expected, strict=True):
-            assert selected.shape == theirs.shape
-            assert (selected.float() - theirs.float()).abs().max() <= 4 * step * theirs.float().abs().max()
+        for ours, theirs in zip(result, expected, strict=True):
+            assert ours.shape == theirs.shape
+            assert (ours.float() - theirs.float()).abs().max() <= 4 * step * theirs.float().abs().max()
         shared = len({item.untyped_storage().data_ptr() for item in result[:2]}) == 1
         assert shared == (together and rows != 5)
     x = tokens(9, dtype)

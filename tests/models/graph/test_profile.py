@@ -49,9 +49,9 @@ def tiny_profile(model_type: str) -> tuple[ModelProfile, Any]:
     return profile_of(graph, name="it", where="config.json"), graph
 
 
-def directory(position: Path, **config: Any) -> Path:
-    (position / "config.json").write_text(json.dumps(config))
-    return position
+def directory(path: Path, **config: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def totals(parts: Inventory) -> dict[str, Any]:
@@ -154,9 +154,9 @@ def test_a_directory_of_any_family_is_planned_for(tmp_path: Path) -> None:
     from moelight.engine.api import optimize, simulate
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 1000}
-    position = directory(tmp_path, model_type="minimax_m2", num_local_experts=8, **sizes)
-    model = load_model_profile(str(position / "config.json"), profile_of_directory)
-    assert model == load_model_profile(str(position), profile_of_directory)
+    path = directory(tmp_path, model_type="minimax_m2", num_local_experts=8, **sizes)
+    model = load_model_profile(str(path / "config.json"), profile_of_directory)
+    assert model == load_model_profile(str(path), profile_of_directory)
     assert (model.model_type, model.num_layers, model.experts.num_experts) == ("minimax_m2", 4, 8)
     plan = optimize("cpu-amx", model, cache=False)
     assert plan.estimate.tokens_per_s > 0
