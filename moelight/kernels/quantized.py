@@ -26,14 +26,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelight.core.errors import ConfigError
-from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
 from moelight.formats.plain import PLAIN_FORMATS
 from moelight.hrm.footprint import DEQUANTISED_ROWS
 from moelight.kernels import arguments, native
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend
-from moelight.kernels.formats.reference import Tensors, WholeNumbers, group_of
+from moelight.kernels.formats.reference import WholeNumbers, group_of
 from moelight.kernels.formats.table import reference_of
 from moelight.kernels.reference import gate_and_up
 
@@ -93,7 +92,7 @@ def dense_values(weight: Weight, dtype: torch.dtype) -> Tensor:
     if not weight.stored.is_quantised:
         return weight.tensors[_VALUES]
     out = torch.empty(weight.shape, dtype=dtype, device=next(iter(weight.tensors.values())).device)
-    for begin, block in row_blocks(weight.stored, weight.tensors, weight.rows, weight.columns):
+    for begin, block in row_blocks(weight):
         out[begin : begin + len(block)].copy_(block)
     return out
 
@@ -165,26 +164,14 @@ def parts_checked(name: str, matrix: Matrix[Tensor], device: torch.device | None
     return matrix
 
 
-def unpack(
-    stored: Format, parts: Tensors, begin: int, end: int, columns: int, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Rows ``begin`` to ``end`` [R, C] of the matrix whose tensors are ``parts``, which `weights.stored_matrix`
-    checked."""
-    return reference_of(stored).values(stored, parts, begin, end, columns).to(dtype)
-
-
 def row_blocks(
-    stored: Format,
-    parts: Tensors,
-    rows: int,
-    columns: int,
-    *,
-    max_rows: int = DEQUANTISED_ROWS,
-    dtype: torch.dtype = torch.float32,
+    matrix: Matrix[Tensor], *, max_rows: int = DEQUANTISED_ROWS, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[int, Tensor]]:
-    """``(first row, numbers [at most ``max_rows``, C])`` over all rows."""
-    for begin in range(0, rows, max_rows):
-        yield begin, unpack(stored, parts, begin, min(rows, begin + max_rows), columns, dtype)
+    """``(first row, values [at most ``max_rows``, C])`` over all rows of ``matrix``."""
+    stored, reference = matrix.stored, reference_of(matrix.stored)
+    for begin in range(0, matrix.rows, max_rows):
+        end = min(matrix.rows, begin + max_rows)
+        yield begin, reference.values(stored, matrix.tensors, begin, end, matrix.columns).to(dtype)
 
 
 def check_integers(name: str, activations: str, *weights: object) -> None:

@@ -260,7 +260,7 @@ def dequantised(matrix: StoredMatrix, out: torch.Tensor) -> torch.Tensor:
         return out.copy_(cpu_dequantize(held, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
     if out.device.type == "cpu":
         return cpu_dequantize(held, out.dtype, out=out)
-    for begin, values in row_blocks(held.stored, held.tensors, held.rows, held.columns):
+    for begin, values in row_blocks(held):
         out[begin : begin + len(values)].copy_(values)
     return out
 

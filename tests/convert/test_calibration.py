@@ -17,10 +17,10 @@ from moelight.convert.rounding import round_matrix
 from moelight.core.errors import ConfigError, InputError
 from moelight.engine.options import EngineOptions
 from moelight.formats.compressed_tensors import Rounding
-from moelight.kernels.quantized import row_blocks
 from moelight.models.moe import Routed
 from tests.cli.program import moelight_inside
 from tests.tiny import save_tiny
+from tests.weights.packers import unpacked
 
 HIDDEN = 64
 
@@ -68,7 +68,7 @@ def test_products_with_the_inputs_are_nearer(kind: str, group: int) -> None:
     arguments = weight.clone()
 
     def error(parts: dict[str, Tensor]) -> float:
-        values = torch.cat([block for _, block in row_blocks(stored, parts, *weight.shape)])
+        values = unpacked(stored, parts, weight.shape)
         return float((inputs @ (values - weight).t()).norm())
 
     plain, calibrated = round_matrix(stored, weight), round_matrix(stored, weight, inputs)

@@ -30,7 +30,6 @@ from moelight.experts.profile import ActivationProfile, save_profile
 from moelight.formats.compressed_tensors import Rounding
 from moelight.formats.format import SHAPE
 from moelight.hrm.inventory import inventory
-from moelight.kernels.quantized import row_blocks
 from moelight.models.checkpoints import open_model
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model_files import load_model_profile
@@ -38,6 +37,7 @@ from moelight.profiles.quantization import Quantization, read_quantization
 from moelight.weights.source import Checkpoint
 from tests.cli.program import Program, moelight_inside
 from tests.tiny import hf_model, save_tiny
+from tests.weights.packers import unpacked
 
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden_size": 64, "intermediate_size": 96},
@@ -79,7 +79,7 @@ def restored(directory: Path) -> dict[str, Tensor]:
             shape = tensors.get(f"{module}.weight_shape")
             width = tensor.shape[1] * (2 if tensor.dtype == torch.uint8 else 1)
             columns = width if shape is None else int(shape[1])
-            result[f"{module}.weight"] = torch.cat([block for _, block in row_blocks(stored, parts, rows, columns)])
+            result[f"{module}.weight"] = unpacked(stored, parts, (rows, columns))
     return result
 
 
@@ -202,9 +202,7 @@ def test_bytes_are_those_of_the_librarys_compressor(kind: str, dtype: str, tmp_p
         assert torch.equal(result[f"{module}.{code}"].view(torch.uint8), theirs[code].view(torch.uint8)), name
         assert f"{module}.weight_shape" not in result or result[f"{module}.weight_shape"].tolist() == [*tensor.shape]
         largest = tensor.float().abs().amax(1)
-        error = (
-            torch.cat([block for _, block in row_blocks(stored, _parts(result, module), *tensor.shape)]) - tensor
-        ).abs()
+        error = (unpacked(stored, _parts(result, module), tensor.shape) - tensor).abs()
         assert (error.amax(1) <= largest / {"int4": 13.5, "int8": 160, "mxfp4": 3.4, "fp8": 16}[kind]).all()
     assert rounded == 3 * 6 * 3
 

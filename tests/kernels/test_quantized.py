@@ -13,17 +13,19 @@ from moelight.formats.awq import awq
 from moelight.formats.format import Format
 from moelight.formats.ggml import GGML_FORMATS
 from moelight.formats.gptq import gptq
-from moelight.kernels.quantized import row_blocks, unpack
-from tests.weights.packers import BIT_COUNTS, pack_gptq, same_bits
+from moelight.kernels.formats.table import reference_of
+from tests.weights.packers import BIT_COUNTS, pack_gptq, same_bits, unpacked
 
 GGML = sorted(name for name, stored in GGML_FORMATS.items() if stored.key == "ggml")
 
 
 def in_blocks(stored: Format, parts: dict[str, Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """All numbers, put together from blocks of a size that ends inside words and groups."""
-    blocks = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=dtype)]
-    assert all(len(block) <= 13 for block in blocks)
-    return torch.cat(blocks)
+    return unpacked(stored, parts, (rows, columns), max_rows=13, dtype=dtype)
+
+
+def values(stored: Format, parts: dict[str, Tensor], begin: int, end: int, columns: int) -> Tensor:
+    return reference_of(stored).values(stored, parts, begin, end, columns)
 
 
 @pytest.mark.parametrize("name", GGML)
@@ -74,7 +76,7 @@ def test_gptq_without_an_order_counts_groups() -> None:
     codes, zeros, scales = torch.randint(0, 16, (8, 64)), torch.full((2, 8), 8), torch.rand(2, 8).half()
     parts = pack_gptq(codes, zeros, scales, torch.arange(64) // 32, 4, 1)
     order = torch.arange(64) // 32
-    assert torch.equal(unpack(stored, parts, 0, 8, 64), (scales.float()[order] * (codes.t() - 8)).t())
+    assert torch.equal(values(stored, parts, 0, 8, 64), (scales.float()[order] * (codes.t() - 8)).t())
 
 
 def test_words_of_gptq_and_awq_to_the_nibble() -> None:
@@ -85,9 +87,19 @@ def test_words_of_gptq_and_awq_to_the_nibble() -> None:
     zeros = torch.tensor([[0x0]], dtype=torch.int32)
     stored = gptq(bits=4, group=8, order=False)
     parts = {".qweight": inputs, ".scales": ones, ".qzeros": zeros}
-    assert unpack(stored, parts, 2, 3, 8).tolist() == [[-1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]  # zeros are 0 + 1
+    assert values(stored, parts, 2, 3, 8).tolist() == [[-1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]  # zeros are 0 + 1
     parts[".qzeros"] = torch.tensor([[-1]], dtype=torch.int32)  # 15 + 1 is 0 again
-    assert unpack(stored, parts, 2, 3, 8).tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]]
+    assert values(stored, parts, 2, 3, 8).tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]]
     outputs = torch.tensor([[0x75316420]] * 8, dtype=torch.int32)  # [inputs, outputs / 8]
+    stored = awq(group=8)
     parts = {".qweight": outputs, ".scales": ones, ".qzeros": zeros}
-    assert unpack(awq(group=8), parts, 0, 8, 8)[:, 3].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert values(stored, parts, 0, 8, 8)[:, 3].tolist() == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        5.0,
+        6.0,
+        7.0,
+    ]

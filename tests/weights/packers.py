@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
+from moelight.formats.format import Format
+from moelight.formats.matrix import Matrix
 from moelight.kernels.quantized import row_blocks
 from moelight.weights.stored_matrix import read_matrix
 from moelight.weights.tensor_info import StoredMatrix
@@ -21,11 +25,25 @@ def same_bits(result: Tensor, wanted: Tensor) -> None:
     assert torch.equal(result.view(full)[~lost], wanted.view(full)[~lost])
 
 
-def dequantized(matrix: StoredMatrix, *, maximum: int = 256) -> Tensor:
-    """All numbers of ``matrix``, unpacked in blocks of ``maximum`` rows."""
-    tensors = read_matrix(matrix).tensors
-    blocks = row_blocks(matrix.stored, tensors, matrix.rows, matrix.columns, max_rows=maximum)
-    return torch.cat([block for _, block in blocks])
+def dequantized(matrix: StoredMatrix, *, max_rows: int = 256) -> Tensor:
+    """All values of ``matrix``, unpacked in blocks of ``max_rows`` rows."""
+    return torch.cat([block for _, block in row_blocks(read_matrix(matrix), max_rows=max_rows)])
+
+
+def unpacked(
+    stored: Format,
+    tensors: Mapping[str, Tensor],
+    shape: Sequence[int],
+    *,
+    max_rows: int = 256,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """All values of the matrix of ``shape`` in ``tensors``, unpacked in blocks of ``max_rows`` rows."""
+    rows, columns = shape
+    matrix = Matrix(stored=stored, rows=rows, columns=columns, tensors=tensors)
+    blocks = [block for _, block in row_blocks(matrix, max_rows=max_rows, dtype=dtype)]
+    assert all(len(block) <= max_rows for block in blocks)
+    return torch.cat(blocks)
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:

@@ -16,10 +16,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moelight.kernels.quantized import row_blocks
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
-from tests.weights.packers import pack_awq, pack_gptq, pack_rows
+from tests.weights.packers import pack_awq, pack_gptq, pack_rows, unpacked
 
 GROUP = 32
 Pack = Callable[[Tensor], dict[str, Tensor]]  # a matrix [rows, columns] -> its tensors by suffix
@@ -167,8 +166,7 @@ def quantise(source: Path, out: Path, method: Method, packs: Callable[[str], Pac
             continue
         parts = (method.pack if packs is None else packs(module))(tensor)
         tensors |= {module + suffix: part for suffix, part in parts.items()}
-        blocks = row_blocks(form, parts, *tensor.shape, dtype=tensor.dtype)
-        values[name] = torch.cat([block for _, block in blocks])
+        values[name] = unpacked(form, parts, tensor.shape, dtype=tensor.dtype)
     return _save(source, out / "quantised", tensors, stored), _save(source, out / "numbers", values, config)
 
 

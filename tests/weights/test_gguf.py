@@ -60,7 +60,7 @@ def test_a_file_is_the_model_that_was_written(architecture: str, tmp_path: Path)
     for name, stem in (("up", "ffn_up_exps"), ("down", "ffn_down_exps")):
         stack, tensor = written[f"blk.{layer}.{stem}.weight"], result.tensors[name, layer]
         matrix = gguf_expert_matrix(result, layer, name, 2)
-        assert torch.equal(dequantized(matrix, maximum=7), as_written(stack, tensor.type)[2])
+        assert torch.equal(dequantized(matrix, max_rows=7), as_written(stack, tensor.type)[2])
 
 
 @pytest.mark.parametrize("name", ["q", "k"])

@@ -23,10 +23,10 @@ from moelight.formats.matrix import Matrix
 from moelight.formats.mlx import mlx
 from moelight.formats.mxfp4 import mxfp4
 from moelight.formats.nvfp4 import nvfp4
-from moelight.kernels.quantized import cpu_dequantize, row_blocks
+from moelight.kernels.quantized import cpu_dequantize
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import Quantization, read_quantization
-from tests.weights.packers import pack_awq, same_bits
+from tests.weights.packers import pack_awq, same_bits, unpacked
 
 ROWS, COLUMNS = 72, 256
 WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,9 +101,7 @@ def test_compressed_tensors_numbers(name: str) -> None:
     parts = {f".{suffix}": part for suffix, part in written.items()}
     assert {part.suffix for part in stored.tensors(ROWS, COLUMNS)} == parts.keys()
     assert stored.bytes_for(ROWS, COLUMNS) == sum(part.nbytes for part in parts.values())
-    result = torch.cat(
-        [block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=wanted.dtype)]
-    )
+    result = unpacked(stored, parts, (ROWS, COLUMNS), max_rows=13, dtype=wanted.dtype)
     same_bits(result, wanted)
     assert (result.float() - weight.float()).abs().mean() < 0.5 or zero is not None
 
@@ -125,8 +123,8 @@ def test_nvfp4_of_compressed_tensors() -> None:
     assert stored == nvfp4(divides=True)
     parts = {f".{suffix}": part for suffix, part in written.items()}
     assert stored.bytes_for(ROWS, COLUMNS) == sum(part.nbytes for part in parts.values())
-    result = [block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=wanted.dtype)]
-    same_bits(torch.cat(result), wanted)
+    result = unpacked(stored, parts, (ROWS, COLUMNS), max_rows=13, dtype=wanted.dtype)
+    same_bits(result, wanted)
 
 
 WRITTEN = Path(__file__).parent / "written"
@@ -136,7 +134,7 @@ def _same_values(stored: Format, parts: dict[str, Tensor], wanted: Tensor) -> No
     """In plain torch and by the kernels; zeros may have either sign."""
     rows, columns = wanted.shape
     assert stored.bytes_for(rows, columns) == sum(part.nbytes for part in parts.values())
-    assert torch.equal(torch.cat([block for _, block in row_blocks(stored, parts, rows, columns)]), wanted)
+    assert torch.equal(unpacked(stored, parts, (rows, columns)), wanted)
     matrix = Matrix(stored=stored, rows=rows, columns=columns, tensors=parts)
     assert torch.equal(cpu_dequantize(matrix, torch.float32), wanted)
 
@@ -171,8 +169,8 @@ def test_awq_numbers_are_those_of_the_converter() -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     inner = {name.removeprefix("x."): part for name, part in theirs.items()}
     wanted = BaseCompressor.get_value_from_registry("pack-quantized").decompress(inner, scheme)["weight"]
-    result = [block for _, block in row_blocks(stored, parts, ROWS, COLUMNS, max_rows=13, dtype=torch.float16)]
-    same_bits(torch.cat(result), wanted)
+    result = unpacked(stored, parts, (ROWS, COLUMNS), max_rows=13, dtype=torch.float16)
+    same_bits(result, wanted)
 
 
 @pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
@@ -190,19 +188,19 @@ def test_fp8_in_blocks_is_what_transformers_dequantises(scale: torch.dtype) -> N
     assert {part.suffix: part.shape for part in stored.tensors(rows, columns)} == {
         suffix: tuple(part.shape) for suffix, part in parts.items()
     }
-    result = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=wanted.dtype)]
-    same_bits(torch.cat(result), wanted)
+    result = unpacked(stored, parts, (rows, columns), max_rows=13, dtype=wanted.dtype)
+    same_bits(result, wanted)
     if scale == torch.float8_e8m0fnu:  # the same bytes under another name
         parts[".weight_scale_inv"] = scales.view(torch.uint8)
-        result = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=wanted.dtype)]
-        same_bits(torch.cat(result), wanted)
+        result = unpacked(stored, parts, (rows, columns), max_rows=13, dtype=wanted.dtype)
+        same_bits(result, wanted)
 
 
 def test_blocks_at_the_edges_of_an_fp8_matrix_are_smaller() -> None:
     stored, rows, columns = fp8(block=(128, 128), scale="F32"), 200, 130
     scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     parts = {".weight": torch.ones(rows, columns).to(torch.float8_e4m3fn), ".weight_scale_inv": scales}
-    result = torch.cat([block for _, block in row_blocks(stored, parts, rows, columns, max_rows=50)])
+    result = unpacked(stored, parts, (rows, columns), max_rows=50)
     assert result[:128, :128].unique().tolist() == [1.0] and result[128:, 128:].unique().tolist() == [8.0]
     assert result[:128, 128:].unique().tolist() == [2.0] and result[128:, :128].unique().tolist() == [4.0]
 
@@ -219,8 +217,8 @@ def test_mxfp4_of_gpt_oss_is_what_transformers_dequantises() -> None:
     assert stored.bytes_for(rows, columns) * experts == blocks.nbytes + scales.nbytes
     for expert in range(experts):
         parts = {"_blocks": blocks[expert], "_scales": scales[expert]}
-        result = [block for _, block in row_blocks(stored, parts, rows, columns, max_rows=13, dtype=torch.bfloat16)]
-        same_bits(torch.cat(result), wanted[expert].contiguous())
+        result = unpacked(stored, parts, (rows, columns), max_rows=13, dtype=torch.bfloat16)
+        same_bits(result, wanted[expert].contiguous())
 
 
 def test_targets_and_ignored_modules_are_those_of_the_config(tmp_path: Path) -> None:

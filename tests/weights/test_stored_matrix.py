@@ -94,7 +94,7 @@ def test_a_matrix_is_found_and_read(name: str, tmp_path: Path) -> None:
     assert read.keys() == parts.keys() - {SHAPE}
     for suffix, part in ((suffix, parts[suffix]) for suffix in read):
         assert read[suffix].dtype == part.dtype and torch.equal(read[suffix].view(torch.uint8), part.view(torch.uint8))
-    assert dequantized(matrix, maximum=5).shape == (ROWS, COLUMNS)
+    assert dequantized(matrix, max_rows=5).shape == (ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -163,7 +163,7 @@ def test_stacked_experts_of_gpt_oss_are_slices(tmp_path: Path) -> None:
         matrix = find_matrix(checkpoint.tensors, MODULE, stored, ROWS, COLUMNS, listing="x", expert=(expert, experts))
         read = read_matrix(matrix).tensors
         assert torch.equal(read["_blocks"].flatten(), blocks[expert].flatten())
-        assert torch.equal(dequantized(matrix, maximum=7), dequantized(matrix))
+        assert torch.equal(dequantized(matrix, max_rows=7), dequantized(matrix))
     with pytest.raises(CheckpointError, match="there are 4 experts"):
         find_matrix(checkpoint.tensors, MODULE, stored, ROWS, COLUMNS, listing="x", expert=(0, 4))
     with pytest.raises(CheckpointError, match="has shape"):

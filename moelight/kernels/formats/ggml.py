@@ -184,14 +184,14 @@ def _tq2_0(blocks: Tensor) -> Tensor:
 
 
 @cache
-def _points(codebook: str) -> Tensor:
-    """The points of a codebook, int8 [indices, values of a point]."""
-    return torch.tensor(CODEBOOKS[codebook].points(), dtype=torch.int8)
+def points_on(device: torch.device, codebook: str) -> Tensor:
+    """The points of ``codebook``, int8 [indices, values of a point], in the memory of ``device``: once a process."""
+    return torch.tensor(CODEBOOKS[codebook].points(), dtype=torch.int8).to(device)
 
 
 def _values_at(codebook: str, index: Tensor) -> Tensor:
     """The values of the points at indices [n, m], float32 [n, m x values of a point]."""
-    return _points(codebook).to(index.device)[index.int()].flatten(1).float()
+    return points_on(index.device, codebook)[index.int()].flatten(1).float()
 
 
 def _numbers(values: Tensor, size: int) -> Tensor:

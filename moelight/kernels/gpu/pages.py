@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moelight.formats.codebook import CODEBOOKS
 from moelight.formats.experts import MATRICES
 from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, check_tensor
+from moelight.kernels.formats.ggml import points_on
 from moelight.kernels.quantized import INT8, Weights, is_rounded, parts_checked, stack_of, upright
 
 # Rows of a matrix in the table of addresses; in place of scales a format may have a codebook.
@@ -258,9 +257,3 @@ def _addresses(matrices: Sequence[Matrix[Tensor] | None], biases: Biases) -> lis
 
     bias = [0 if tensor is None else tensor.data_ptr() for tensor in biases or [None] * len(matrices)]
     return [*(part(index) for index in range(4)), [*bias, 0]]
-
-
-@cache
-def points_on(device: torch.device, codebook: str) -> Tensor:
-    """The points of ``codebook``, int8 [indices, values of a point], in the memory of ``device``: once a process."""
-    return torch.tensor(CODEBOOKS[codebook].points(), dtype=torch.int8).to(device)
