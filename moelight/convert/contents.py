@@ -16,6 +16,7 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.formats.format import ITEM_BYTES, Format
 from moelight.profiles.families import FAMILIES
 from moelight.profiles.names import TensorNames
+from moelight.weights.loose_experts import MATRICES_BY_SPELLING
 from moelight.weights.source import Checkpoint
 from moelight.weights.tensor_info import TensorInfo
 
@@ -23,8 +24,6 @@ _LENGTH_BYTES = 8
 _WEIGHT = ".weight"
 # Modules of single experts, in the spellings of hubs.
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.(?:gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-_MATRICES = {**dict.fromkeys(("gate_proj", "w1"), "gate"), **dict.fromkeys(("up_proj", "w3"), "up")}
-_MATRICES |= dict.fromkeys(("down_proj", "w2"), "down")
 _OF_EXPERTS = re.compile(r"(?:.*\.)?experts\..*")
 EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 # Matrices outside the experts that may be rounded: neither routers, which decide, nor embeddings and output.
@@ -171,7 +170,7 @@ def expert_of(piece: Piece) -> tuple[tuple[int, int], str] | None:
     name = piece.module if piece.stored is None else piece.module + _WEIGHT
     if not _EXPERT.fullmatch(name):
         return None
-    return _numbers_of(name), _MATRICES[name.removesuffix(_WEIGHT).rpartition(".")[2]]
+    return _numbers_of(name), MATRICES_BY_SPELLING[name.removesuffix(_WEIGHT).rpartition(".")[2]]
 
 
 def _numbers_of(name: str) -> tuple[int, int]:

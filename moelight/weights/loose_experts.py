@@ -20,7 +20,14 @@ _NAME = re.compile(
 _STACK = re.compile(r"(?P<block>.+)\.switch_mlp\.(?P<rest>(?:gate|up|down)_proj\.\w+)")
 _MAX_EXPERTS = 1 << 12  # of a stack
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
-_MATRICES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+MATRICES_BY_SPELLING = {
+    "gate_proj": "gate",
+    "w1": "gate",
+    "up_proj": "up",
+    "w3": "up",
+    "down_proj": "down",
+    "w2": "down",
+}
 LooseExperts = dict[tuple[int, str], TensorInfo]  # by expert and the name of the matrix or bias in a page
 
 
@@ -31,9 +38,9 @@ def loose_experts(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, LooseE
     blocks: defaultdict[str, set[str]] = defaultdict(set)
     for name, info in tensors:
         match = _NAME.fullmatch(name)
-        if match is None or match["matrix"] not in _MATRICES:
+        if match is None or match["matrix"] not in MATRICES_BY_SPELLING:
             continue
-        matrix = _MATRICES[match["matrix"]] + ("_bias" if match["kind"] == "bias" else "")
+        matrix = MATRICES_BY_SPELLING[match["matrix"]] + ("_bias" if match["kind"] == "bias" else "")
         by_layer[match["layer"]][int(match["expert"]), matrix] = info
         blocks[match["layer"]].add(match["block"])
     return {layer: experts for layer, experts in by_layer.items() if len(blocks[layer]) == 1}
