@@ -21,8 +21,8 @@ def same_bits(result: Tensor, wanted: Tensor) -> None:
     """Equal to the bit, except that any NaN equals any other."""
     assert result.dtype == wanted.dtype and result.shape == wanted.shape
     lost = result.isnan() & wanted.isnan()
-    full = torch.int32 if result.dtype == torch.float32 else torch.int16
-    assert torch.equal(result.view(full)[~lost], wanted.view(full)[~lost])
+    integers = torch.int32 if result.dtype == torch.float32 else torch.int16
+    assert torch.equal(result.view(integers)[~lost], wanted.view(integers)[~lost])
 
 
 def dequantized(matrix: StoredMatrix, *, max_rows: int = 256) -> Tensor:

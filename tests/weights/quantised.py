@@ -51,8 +51,8 @@ def _gptq(bits: int, *, ordered: bool) -> Method:
             codes, order = codes[:, moved], order[moved]
         return pack_gptq(codes, zeros, scales, order, bits, 1)
 
-    inputs = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": ordered, "sym": False}
-    return Method(inputs, pack)
+    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": ordered, "sym": False}
+    return Method(config, pack)
 
 
 def _packed(bits: int) -> Method:
@@ -67,8 +67,8 @@ def _packed(bits: int) -> Method:
             ".weight_shape": torch.tensor(weight.shape),
         }
 
-    inputs = _compressed("pack-quantized", num_bits=bits, strategy="group", group_size=GROUP, symmetric=False)
-    return Method(inputs.config, pack)
+    method = _compressed("pack-quantized", num_bits=bits, strategy="group", group_size=GROUP, symmetric=False)
+    return Method(method.config, pack)
 
 
 def _awq(weight: Tensor) -> dict[str, Tensor]:
@@ -85,8 +85,8 @@ def _fp8(weight: Tensor, block: int = GROUP) -> dict[str, Tensor]:
     return {".weight": codes.to(torch.float8_e4m3fn), ".weight_scale_inv": scale}
 
 
-def _compressed(stored_as: str, **inputs: Any) -> Method:
-    args = QuantizationArgs(**inputs)
+def _compressed(stored_as: str, **arguments: Any) -> Method:
+    args = QuantizationArgs(**arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
 
     def pack(weight: Tensor) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ def _nvfp4(weight: Tensor) -> dict[str, Tensor]:
     number = 448 * 6 / weight.float().abs().amax().reshape(1)
     scale = (weight.float().unflatten(1, (-1, 16)).abs().amax(-1) / 6 * number).to(torch.float8_e4m3fn)
     state = {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": number}
-    written = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").compress(state, _NVFP4)
+    written = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").compress(state, NVFP4)
     return {f".{suffix}": part.contiguous() for suffix, part in written.items()}
 
 
@@ -125,9 +125,9 @@ def pack_mlx(weight: Tensor, bits: int = 4, group: int = GROUP) -> dict[str, Ten
     return {".weight": words.to(torch.uint32), ".scales": scale, ".biases": bias}
 
 
-_NVFP4_INPUTS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-_NVFP4 = QuantizationScheme(
-    targets=["Linear"], weights=QuantizationArgs(**_NVFP4_INPUTS, scale_dtype=torch.float8_e4m3fn)
+_NVFP4_ARGUMENTS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+NVFP4 = QuantizationScheme(
+    targets=["Linear"], weights=QuantizationArgs(**_NVFP4_ARGUMENTS, scale_dtype=torch.float8_e4m3fn)
 )
 
 METHODS = {
@@ -140,7 +140,7 @@ METHODS = {
     "int4 zero points": _compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP, symmetric=False),
     "int8": _compressed("int-quantized", num_bits=8, strategy="channel"),
     "fp8 channels": _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-    "nvfp4": Method(_compressed("nvfp4-pack-quantized", **_NVFP4_INPUTS).config, _nvfp4),
+    "nvfp4": Method(_compressed("nvfp4-pack-quantized", **_NVFP4_ARGUMENTS).config, _nvfp4),
     "mlx int4": Method({"bits": 4, "group_size": GROUP, "mode": "affine", "lm_head": False}, pack_mlx),
     "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=GROUP),
 }
@@ -188,8 +188,8 @@ def quantise_stacks(source: Path, out: Path) -> tuple[Path, Path]:
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         values[name] = convert_moe_packed_tensors(blocks, scales, dtype=tensor.dtype).contiguous()
         assert values[name].shape == tensor.shape
-    retained = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    stored = config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": retained}}
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    stored = config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": plain}}
     return _save(source, out / "quantised", tensors, stored), _save(source, out / "numbers", values, config)
 
 

@@ -50,7 +50,7 @@ def test_the_package_is_imported_by_a_child_process_once(tmp_path: Path, monkeyp
     quantised, _ = quantise(model, tmp_path, METHODS["int4"])
     result = read(METHODS["int4"].config)
     assert "compressed_tensors.quantization" not in sys.modules
-    (retained,) = (tmp_path / "cache" / "compressed-tensors").iterdir()
+    (cached,) = (tmp_path / "cache" / "compressed-tensors").iterdir()
     subprocess.run([sys.executable, "-c", OPEN, quantised], check=True)
     asked: list[Any] = []
 
@@ -58,11 +58,11 @@ def test_the_package_is_imported_by_a_child_process_once(tmp_path: Path, monkeyp
         asked.append(question)
         return [json.loads(full), None]
 
-    full = retained.read_text()
+    full = cached.read_text()
     monkeypatch.setattr(ConfinedProcess, "ask", answer)
     assert read(METHODS["int4"].config) == result and not asked
-    retained.write_text(full[:-9])
-    assert read(METHODS["int4"].config) == result and len(asked) == 1 and retained.read_text() == full
+    cached.write_text(full[:-9])
+    assert read(METHODS["int4"].config) == result and len(asked) == 1 and cached.read_text() == full
     monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
     assert read(METHODS["int4"].config) == result and len(asked) == 2
 

@@ -86,18 +86,20 @@ def write_blocks(path: Path, kind: str) -> None:
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Sound files of every format by name: GGUF files, and directories."""
-    position, result = tmp_path_factory.mktemp("seeds"), dict[str, Path]()
+    directory, paths = tmp_path_factory.mktemp("seeds"), dict[str, Path]()
     for kind in GGML_FORMATS:
-        result[kind] = position / f"{kind}.gguf"
-        write_blocks(result[kind], kind)
+        paths[kind] = directory / f"{kind}.gguf"
+        write_blocks(paths[kind], kind)
     for architecture in GRAPHS:
-        result[architecture] = position / f"{architecture}.gguf"
-        write_gguf(result[architecture], architecture, experts="MXFP4")
+        paths[architecture] = directory / f"{architecture}.gguf"
+        write_gguf(paths[architecture], architecture, experts="MXFP4")
     sizes = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    plain = save_tiny(position / "plain", "mixtral", num_hidden_layers=1, hidden_size=64, intermediate_size=96, **sizes)
+    plain = save_tiny(
+        directory / "plain", "mixtral", num_hidden_layers=1, hidden_size=64, intermediate_size=96, **sizes
+    )
     for method, how in METHODS.items():
-        result[method] = quantise(plain, position / method, how)[0]
-    return result
+        paths[method] = quantise(plain, directory / method, how)[0]
+    return paths
 
 
 def compute(path: Path, name: str) -> None:

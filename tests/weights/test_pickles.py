@@ -44,13 +44,13 @@ def trapped(tmp_path: Path) -> Path:
     for name in ("modeling_moe.py", "configuration_moe.py", "tokenization_moe.py", "conftest.py"):
         (model / name).write_text(code)
     for name in ("config.json", "tokenizer_config.json"):
-        retained = json.loads((model / name).read_text())
-        retained["auto_map"] = {
+        config = json.loads((model / name).read_text())
+        config["auto_map"] = {
             "AutoConfig": "configuration_moe.Config",
             "AutoModelForCausalLM": "modeling_moe.Model",
             "AutoTokenizer": ["tokenization_moe.Slow", "tokenization_moe.Fast"],
         }
-        (model / name).write_text(json.dumps(retained))
+        (model / name).write_text(json.dumps(config))
     return model
 
 

@@ -27,6 +27,7 @@ from moelight.kernels.quantized import cpu_dequantize
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import Quantization, read_quantization
 from tests.weights.packers import pack_awq, same_bits, unpacked
+from tests.weights.quantised import METHODS, NVFP4
 
 ROWS, COLUMNS = 72, 256
 WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,9 +82,9 @@ def scales_of(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor | 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_compressed_tensors_numbers(name: str) -> None:
-    stored_as, inputs = WEIGHTS[name]
+    stored_as, arguments = WEIGHTS[name]
     torch.manual_seed(3)
-    args = QuantizationArgs(**inputs)
+    args = QuantizationArgs(**arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     weight = torch.randn(ROWS, COLUMNS).bfloat16()
     scale, zero = scales_of(weight, args)
@@ -109,19 +110,12 @@ def test_compressed_tensors_numbers(name: str) -> None:
 def test_nvfp4_of_compressed_tensors() -> None:
     """Scales are divided by the number of the matrix, in float32."""
     torch.manual_seed(6)
-    inputs = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**inputs, scale_dtype=torch.float8_e4m3fn))
-    weight = torch.randn(ROWS, COLUMNS).bfloat16()
-    number = 448 * 6 / weight.float().abs().amax().reshape(1)
-    scale = (weight.float().unflatten(1, (-1, 16)).abs().amax(-1) / 6 * number).to(torch.float8_e4m3fn)
-    state = {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": number}
+    method, weight = METHODS["nvfp4"], torch.randn(ROWS, COLUMNS).bfloat16()
+    parts = method.pack(weight)
     compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
-    written = compressor.compress(state, scheme)
-    wanted = compressor.decompress(dict(written), scheme)["weight"]
-    described = QuantizationConfig(config_groups={"group_0": scheme}, format="nvfp4-pack-quantized").model_dump()
-    stored = read(json.loads(json.dumps(described, default=str))).format_of("model.layers.0.mlp.experts.0.up_proj")
+    wanted = compressor.decompress({suffix[1:]: part for suffix, part in parts.items()}, NVFP4)["weight"]
+    stored = read(method.config).format_of("model.layers.0.mlp.experts.0.up_proj")
     assert stored == nvfp4(divides=True)
-    parts = {f".{suffix}": part for suffix, part in written.items()}
     assert stored.bytes_for(ROWS, COLUMNS) == sum(part.nbytes for part in parts.values())
     result = unpacked(stored, parts, (ROWS, COLUMNS), max_rows=13, dtype=wanted.dtype)
     same_bits(result, wanted)

@@ -175,8 +175,8 @@ def test_the_matrices_of_an_expert_are_found_by_the_config(method: str, tmp_path
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32, "head_dim": 16}
     experts = {"moe_intermediate_size": 32, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
     family = "qwen3_moe" if method == "gptq" else "gpt_oss"
-    inputs = {"quant_method": method, "bits": 4, "group_size": 32}
-    values = {**small, **experts, "model_type": family, "intermediate_size": 32, "quantization_config": inputs}
+    settings = {"quant_method": method, "bits": 4, "group_size": 32}
+    values = {**small, **experts, "model_type": family, "intermediate_size": 32, "quantization_config": settings}
     values |= {"num_key_value_heads": 2, "torch_dtype": "bfloat16"}
     config = HFConfig(values, where="config.json")
     profile, quantization = profile_from_config(config, name="tiny"), read_quantization(config)

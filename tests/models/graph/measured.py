@@ -116,11 +116,11 @@ def measure(config: Any, prompts: list[list[int]], seed: int) -> tuple[float, in
     """The largest error of logits, relative to the largest of their row, and for how many of ``prompts`` the engine's
     greedy tokens, with streamed experts, are transformers'; of a random model of the tiny ``config``."""
     text, eager = config.get_text_config(), self_test.random_model(config, seed)
-    with tempfile.TemporaryDirectory() as position:
-        eager.save_pretrained(position, save_original_format=text is config)  # without encoders, no mapping back
-        config.save_pretrained(position)
-        save_byte_tokenizer(Path(position))
-        result = _tokens(position, prompts)
+    with tempfile.TemporaryDirectory() as directory:
+        eager.save_pretrained(directory, save_original_format=text is config)  # without encoders, no mapping back
+        config.save_pretrained(directory)
+        save_byte_tokenizer(Path(directory))
+        result = _tokens(directory, prompts)
     expected, same = [], 0
     with torch.inference_mode():
         for prompt, more in zip(prompts, result, strict=True):
