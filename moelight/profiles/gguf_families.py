@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moelight.core.errors import CheckpointError, ConfigError, quoted
-from moelight.core.small_files import read_error_text
+from moelight.core.small_files import open_regular, read_error_text
 from moelight.profiles.gguf import GGMLTensor, GGUFFile
 from moelight.profiles.gguf_config import ARCHITECTURES, DTYPE, Architecture, Metadata, layers_of, rotary
 
@@ -135,14 +135,13 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
     fields = row.more(keys)
     values: dict[str, Any] = {
         "num_hidden_layers": layers_of(keys),
-        "num_key_value_heads": fields["num_key_value_heads"]
-        if "num_key_value_heads" in fields
-        else keys.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
         "rope_parameters": rotary_of(keys, head_dim),
     }
+    if "num_key_value_heads" not in fields:
+        values["num_key_value_heads"] = keys.get("attention.head_count_kv", heads)
     for key, names in FIELDS.items():
         wanted = [name for name in names if has(name) and name not in fields]
         value = keys.get(key) if wanted or key not in row.keys else None
@@ -160,36 +159,32 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
 
 
 def rotary_of(keys: Metadata, head_dim: int) -> dict[str, Any]:
-    """``rope_parameters``, with the factors that are tensors."""
+    """``rope_parameters``, with the factors that are tensors: one list (Llama 3), or one up to the original context and
+    one beyond (Phi 3)."""
     dimensions = keys.integer("rope.dimension_count", head_dim, least=1)
     partial = {} if dimensions == head_dim else {"partial_rotary_factor": dimensions / head_dim}
-    theta = keys.number("rope.freq_base", 10000.0)
-    lists = {length: keys.file.tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long")}
-    if all(lists.values()):
+    names = ("rope_freqs", "rope_factors_short", "rope_factors_long")
+    single, short, long = (keys.file.tensors.get(f"{name}.weight") for name in names)
+    if single is None and short is None and long is None:
+        return rotary(keys, {}) | partial
+    context = keys.integer("context_length", least=1)
+    if single is not None:
+        keys.only("rope.scaling.attn_factor", (1.0,), "beside factors of rotary frequencies")
+        short, long, original = single, single, context
+    else:
         original = keys.integer("rope.scaling.original_context_length", least=1)
-        context = keys.integer("context_length", least=1)
-        return {
-            "rope_type": "longrope",
-            "rope_theta": theta,
-            "original_max_position_embeddings": original,
-            "factor": context / original,
-            "attention_factor": keys.number("rope.scaling.attn_factor", 1.0),
-            **{f"{length}_factor": _factors(tensor) for length, tensor in lists.items() if tensor is not None},
-            **partial,
-        }
-    if (tensor := keys.file.tensors.get("rope_freqs.weight")) is not None:
-        factors = _factors(tensor)
-        return {
-            "rope_type": "longrope",
-            "rope_theta": theta,
-            "original_max_position_embeddings": keys.integer("context_length", least=1),
-            "attention_factor": 1.0,
-            "factor": 1.0,
-            "short_factor": factors,
-            "long_factor": factors,
-            **partial,
-        }
-    return rotary(keys, {}) | partial
+    if short is None or long is None:
+        raise CheckpointError(f"{keys.where}: of {names[1]} and {names[2]} one is missing; fetch the whole file")
+    return {
+        "rope_type": "longrope",
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "original_max_position_embeddings": original,
+        "factor": context / original,
+        "attention_factor": keys.number("rope.scaling.attn_factor", 1.0),
+        "short_factor": _factors(short),
+        "long_factor": _factors(long),
+        **partial,
+    }
 
 
 def _factors(tensor: GGMLTensor) -> list[float]:
@@ -201,7 +196,7 @@ def _factors(tensor: GGMLTensor) -> list[float]:
             "factors; convert the model again"
         )
     try:
-        with open(tensor.file, "rb") as file:
+        with open(open_regular(tensor.file), "rb") as file:
             file.seek(tensor.offset)
             values = struct.unpack(f"<{count}f", file.read(tensor.nbytes))
     except OSError as error:
@@ -215,7 +210,7 @@ def _factors(tensor: GGMLTensor) -> list[float]:
     return [float(f"{value:.9g}") for value in values]
 
 
-def windows(keys: Metadata, period: int, *, full_last: bool = True) -> dict[str, Any]:
+def windows(keys: Metadata, period: int) -> dict[str, Any]:
     """``layer_types`` of a file that may not say which layers have the window: else ``period - 1`` and one without."""
     key = f"{keys.name}.attention.sliding_window_pattern"
     pattern, layers = keys.file.metadata.get(key, period), layers_of(keys)
@@ -224,8 +219,7 @@ def windows(keys: Metadata, period: int, *, full_last: bool = True) -> dict[str,
             raise keys.error(f"{key} does not say of each layer whether it has the window")
         flags = pattern[:layers]
     elif type(pattern) is int and pattern > 0:
-        turn = pattern - 1 if full_last else 0
-        flags = [layer % pattern != turn for layer in range(layers)]
+        flags = [layer % pattern != pattern - 1 for layer in range(layers)]
     else:
         raise keys.error(f"{key} is {quoted(pattern)}, not a number of layers")
     return {"layer_types": [SLIDING if flag else FULL for flag in flags]}
@@ -238,35 +232,33 @@ def _gating(keys: Metadata, default: str) -> str:
     return _GATING.get(function, default)
 
 
-def _only_sigmoid(keys: Metadata) -> None:
-    if _gating(keys, "sigmoid") != "sigmoid":
-        raise keys.error(f"{keys.name}.expert_gating_func says softmax, and the family computes with sigmoid scores")
+# llama.cpp scales the queries of Gemma by the size of heads, but those of 27B, which it knows by the layers.
+_GEMMA2_27B, _GEMMA3_27B = 46, 62
+
+
+def _query_scale(keys: Metadata, layers: int) -> int:
+    """What the root of which divides queries; in a model of ``layers`` the width of a head's share of the embedding."""
+    if layers_of(keys) == layers:
+        return keys.integer("embedding_length") // keys.integer("attention.head_count", least=1)
+    return keys.integer("attention.key_length")
 
 
 def _gemma2(keys: Metadata) -> dict[str, Any]:
-    # llama.cpp scales queries by the head's size, but those of 27B, which it knows by the layers.
-    layers, heads = layers_of(keys), keys.integer("attention.head_count", least=1)
-    width = keys.integer("embedding_length") // heads if layers == 46 else keys.integer("attention.key_length")
-    return {**windows(keys, 2), "query_pre_attn_scalar": width}
+    return {**windows(keys, 2), "query_pre_attn_scalar": _query_scale(keys, _GEMMA2_27B)}
 
 
 def _gemma3(keys: Metadata) -> dict[str, Any]:
-    layers, heads = layers_of(keys), keys.integer("attention.head_count", least=1)
-    width = keys.integer("embedding_length") // heads if layers == 62 else keys.integer("attention.key_length")
     local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
-    full = rotary(keys, {})
-    rope = {"rope_parameters": {FULL: full, SLIDING: local}}
-    return {**windows(keys, 6), **rope, "query_pre_attn_scalar": width}
+    return {
+        **windows(keys, 6),
+        "rope_parameters": {FULL: rotary(keys, {}), SLIDING: local},
+        "query_pre_attn_scalar": _query_scale(keys, _GEMMA3_27B),
+    }
 
 
 def _sigmoid(keys: Metadata) -> dict[str, Any]:
     """Families whose routers have sigmoid scores, for which older converters wrote no key."""
     _only(keys, "sigmoid", "sigmoid")
-    return {}
-
-
-def _softmax(keys: Metadata) -> dict[str, Any]:
-    _only(keys, "softmax", "softmax")
     return {}
 
 

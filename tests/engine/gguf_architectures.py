@@ -41,7 +41,14 @@ TOKENS = 8
 _SPARE = {"qwen2": 8}  # ids, where the tokenizer of the family adds tokens of its own
 _SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 
-# By architecture the family, and values of its config that files do not state and llama.cpp's code fixes.
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+_LONG = {
+    "short_factor": [1.0 + 0.05 * number for number in range(8)],
+    "long_factor": [1.5 + 0.5 * number for number in range(8)],
+    "original_max_position_embeddings": 32,
+}
+# By architecture the family, and values of its config that files do not state and llama.cpp's code fixes. What is in
+# brackets is another config of the same architecture.
 Fixed = Mapping[str, Any]
 FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "afmoe": ("afmoe", {"mup_enabled": True}),
@@ -66,13 +73,33 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2moe": ("lfm2_moe", {}),
     "llama": ("llama", {}),
+    "llama (Llama 3)": ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **_LLAMA3}}),
     "llama4": ("llama4_text", {"attention_chunk_size": 8192, "floor_scale": 8192}),
     "mistral3": ("ministral3", {}),
     "nemotron_h_moe": ("nemotron_h", {}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {}),
+    "phi3 (128k)": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 32,
+            "max_position_embeddings": 128,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **_LONG},
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "qwen3 (yarn)": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {}),
     "starcoder2": ("starcoder2", {}),
@@ -88,6 +115,11 @@ class Outcome:
     equal: int = 0
     tokens: int = 0
     reason: str = ""
+
+
+def architecture(name: str) -> str:
+    """The ``general.architecture`` of an entry of `FAMILIES`."""
+    return name.partition(" (")[0]
 
 
 def config_for(name: str) -> Any:
@@ -184,7 +216,7 @@ def compared(converter: ProcessPoolExecutor, source: Path, name: str) -> tuple[O
         save_checkpoint(name, directory, spare=_SPARE.get(family, 0))
         wanted = wanted_tokens(directory)
         written = converter.submit(convert, source, directory, directory / "tiny.gguf").result()
-        assert written == name, f"{family} became {written}"
+        assert written == architecture(name), f"{family} became {written}"
         header = header_of(directory / "tiny.gguf", name)
         try:
             answers = tokens_of(directory / "tiny.gguf")
@@ -200,7 +232,7 @@ def header_of(path: Path, name: str) -> dict[str, Any]:
     from moelight.profiles.gguf import read_gguf
 
     file = read_gguf(path)
-    prefix = f"{name}."
+    prefix = f"{architecture(name)}."
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     return {"keys": keys, "tensors": {tensor.name: list(tensor.shape) for tensor in file.tensors.values()}}
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import MODEL_ARCH_NAMES
+from gguf.quants import dequantize, quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from transformers import AutoModelForCausalLM
 
@@ -29,24 +30,34 @@ from tests.engine import gguf_architectures as architectures
 
 HEADERS: dict[str, dict[str, Any]] = json.loads(architectures.HEADERS.read_text())
 # One of each rule in the usual tests: pairs of heads, norms plus one, stacks of experts, state spaces, fused rows.
-USUAL = ("llama", "gemma3", "glm4moe", "granitehybrid", "phi3")
+USUAL = ("llama (Llama 3)", "gemma3", "glm4moe", "granitehybrid", "phi3 (128k)")
 _TYPES = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
 _PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 _IN_PAIRS = {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"}
 
 
-def write_file(name: str, directory: Path, path: Path) -> None:
-    """The checkpoint in ``directory`` as the file ``path``, with the header that the converter wrote."""
-    header = HEADERS[name]
-    writer = gguf.GGUFWriter(path, name)
+def write_file(name: str, directory: Path, path: Path, rounds: str = "", unpacks: bool = False) -> None:
+    """The checkpoint in ``directory`` as the file ``path``, with the header that the converter wrote. ``rounds``:
+    matrices are quantised so where rows allow it, and unpacked again if ``unpacks``."""
+    header, architecture = HEADERS[name], architectures.architecture(name)
+    writer = gguf.GGUFWriter(path, architecture)
     for key, value in header["keys"].items():
-        getattr(writer, _TYPES[type(value)])(f"{name}.{key}", value)
+        getattr(writer, _TYPES[type(value)])(f"{architecture}.{key}", value)
     _write_vocabulary(writer, directory)
     tensors = _tensors(name, directory)
     for tensor, shape in header["tensors"].items():
         values = tensors.pop(tensor)
         assert values.size == np.prod(shape), tensor
-        writer.add_tensor(tensor, np.ascontiguousarray(values.reshape(shape), dtype=np.float32))
+        values = np.ascontiguousarray(values.reshape(shape), dtype=np.float32)
+        kind = gguf.GGMLQuantizationType[rounds] if rounds and len(shape) > 1 and "ffn_gate_inp" not in tensor else None
+        if kind is None or shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            writer.add_tensor(tensor, values)
+            continue
+        blocks = quantize(values, kind)
+        if unpacks:
+            writer.add_tensor(tensor, dequantize(blocks, kind))
+        else:
+            writer.add_tensor(tensor, blocks, raw_dtype=kind)
     assert not tensors, "all numbers of the checkpoint are in the file"
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -71,7 +82,8 @@ def _tensors(name: str, directory: Path) -> dict[str, np.ndarray]:
     """The numbers of the checkpoint by the names and in the order of a file."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = model.config
-    number = next(number for number, architecture in MODEL_ARCH_NAMES.items() if architecture == name)
+    label = architectures.architecture(name)
+    number = next(number for number, architecture in MODEL_ARCH_NAMES.items() if architecture == label)
     names = get_tensor_name_map(number, config.num_hidden_layers)
     result: dict[str, np.ndarray] = {}
     for key, value in model.state_dict().items():
@@ -83,8 +95,21 @@ def _tensors(name: str, directory: Path) -> dict[str, np.ndarray]:
             else:
                 tensor = names.get_name(_older(spelling), try_suffixes=(".weight", ".bias"))
             assert tensor is not None, spelling
-            result[tensor] = _stored(name, key, part, config).numpy()
-    return result
+            result[tensor] = _stored(architectures.architecture(name), key, part, config).numpy()
+    return result | _rotary_factors(model)
+
+
+def _rotary_factors(model: Any) -> dict[str, np.ndarray]:
+    """The divisors of rotary frequencies that the converter writes as tensors."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        lists = {length: rope[f"{length}_factor"] for length in ("short", "long")}
+        return {f"rope_factors_{length}.weight": np.array(factors) for length, factors in lists.items()}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    frequencies = model.model.rotary_emb.inv_freq.double().numpy()
+    exponents = np.arange(len(frequencies)) / len(frequencies)
+    return {"rope_freqs.weight": rope["rope_theta"] ** -exponents / frequencies}
 
 
 def _older(key: str) -> str:
@@ -121,7 +146,19 @@ def _stored(name: str, key: str, value: torch.Tensor, config: Any) -> torch.Tens
     "name",
     [
         pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough)
-        for name in ("arcee", "ernie4_5", "gemma2", "olmo2", "qwen2", "qwen3", "smollm3", "exaone4", *USUAL)
+        for name in (
+            "arcee",
+            "ernie4_5",
+            "gemma2",
+            "olmo2",
+            "qwen2",
+            "qwen3",
+            "smollm3",
+            "exaone4",
+            "llama",
+            "phi3",
+            *USUAL,
+        )
     ],
 )
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
@@ -139,7 +176,19 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_the_converter_was_asked_for_every_architecture() -> None:
-    assert {*GRAPH_ARCHITECTURES} == {*HEADERS, "nemotron_h"}, "run `make gguf` with --update"
+    written = set(map(architectures.architecture, HEADERS))
+    assert {*GRAPH_ARCHITECTURES} == {*written, "nemotron_h"}, "run `make gguf` with --update"
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4moe"])
+def test_quantised_files_have_the_tokens_of_their_values(name: str, tmp_path: Path) -> None:
+    """Pairs of heads in blocks, layers of a dense model that are unpacked as they are read, experts as stored."""
+    architectures.save_checkpoint(name, tmp_path)
+    for path, unpacks in (("stored.gguf", False), ("values.gguf", True)):
+        write_file(name, tmp_path, tmp_path / path, rounds="Q8_0", unpacks=unpacks)
+    wanted = architectures.tokens_of(tmp_path / "values.gguf")
+    for homes in (Shares(host=1.0), Shares(disk=1.0)):
+        assert architectures.tokens_of(tmp_path / "stored.gguf", homes) == wanted
 
 
 def test_a_key_that_is_not_read_is_refused(tmp_path: Path) -> None:

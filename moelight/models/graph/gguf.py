@@ -113,9 +113,8 @@ class _Names:
     """Finds the parameters of one file's tensors."""
 
     def __init__(self, file: GGUFFile, name: str, row: GraphArchitecture, model: GraphModel) -> None:
-        self._file, self._row, self._model = file, row, model
-        self._keys = Metadata(file, name)
-        self._blocks = self._keys.integer("block_count", least=1)
+        self._file, self._row = file, row
+        self._blocks = Metadata(file, name).integer("block_count", least=1)
         self._dtype = dtype_named(str(model.module.dtype).removeprefix("torch.")).safetensors
         self._state: Mapping[str, Any] = model.module.state_dict(keep_vars=True)
         self._rename, _ = renamer(model.module, dict(self._state))
@@ -209,9 +208,8 @@ class _Names:
         shape = tensor.shape
         if target is not None and math.prod(target.shape) == math.prod(shape) and _alike(target.shape, shape):
             shape = tuple(target.shape)
-        floats = tensor.type == FLOAT32.name.upper() or tensor.type == "F32"
         buffer = target is not None and not isinstance(target, torch.nn.Parameter)
-        dtype = FLOAT32.safetensors if buffer and floats else self._dtype
+        dtype = tensor.type if buffer and tensor.type == FLOAT32.safetensors else self._dtype
         heads = 0
         if self._row.heads_in_pairs and part.partition(".")[0] in ("attn_q", "attn_k"):
             heads = self._heads[part[len("attn_")]]
