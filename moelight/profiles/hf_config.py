@@ -20,13 +20,17 @@ QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")  
 _LONGEST_NAME = 40
 # Names by which repositories with code of their own call a family that they have in every key and tensor.
 _SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
+_ROTARY = frozenset(("rope_parameters", "rope_scaling", "rope_theta"))
 _ABSENT = object()
 
 
 def with_family(values: dict[str, Any]) -> dict[str, Any]:
     """``values`` of a config.json with the ``model_type`` of its family, and without the code that a repository names
-    for it."""
-    family = _SAME_FAMILY.get(str(values.get("model_type")))
+    for it. transformers 5 does not read the base of rotary embeddings that DBRX's files have in ``attn_config``."""
+    name, inner = str(values.get("model_type")), values.get("attn_config")
+    if name == "dbrx" and isinstance(inner, dict) and "rope_theta" in inner and _ROTARY.isdisjoint(values):
+        return {**values, "rope_parameters": {"rope_type": "default", "rope_theta": inner["rope_theta"]}}
+    family = _SAME_FAMILY.get(name)
     if family is None:
         return values
     return {**{key: value for key, value in values.items() if key != "auto_map"}, "model_type": family}

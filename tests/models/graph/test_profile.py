@@ -204,3 +204,17 @@ def test_without_transformers_other_families_are_refused_by_name(
     monkeypatch.setitem(sys.modules, "transformers.models.auto.configuration_auto", None)
     with pytest.raises(ConfigError, match=r"'minimax_m2' .* not installed: pip install 'moelight\[graph\]'"):
         profile_of_directory(directory(tmp_path, model_type="minimax_m2"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "base"),
+    [({}, 5e5), ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 1e4), ({"rope_theta": 2e4}, 2e4)],
+)
+def test_rotary_embeddings_of_dbrx_have_the_base_of_its_file(keys: dict[str, Any], base: float, tmp_path: Path) -> None:
+    """Published files have it in ``attn_config``, where transformers 5 does not look."""
+    from moelight.models.graph.model import on_meta, read_config
+
+    config = {"model_type": "dbrx", "n_layers": 1, "attn_config": {"kv_n_heads": 8, "rope_theta": 500000}, **keys}
+    module = on_meta(read_config(directory(tmp_path, **config)))
+    (frequencies,) = {tuple(part.inv_freq.tolist()) for part in module.modules() if hasattr(part, "inv_freq")}
+    assert frequencies[1] == pytest.approx(base ** (-1 / len(frequencies)))
