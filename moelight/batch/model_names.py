@@ -22,10 +22,10 @@ class ModelNames:
     @classmethod
     def of(cls, *models: str | Path, ignore: bool = False) -> ModelNames:
         """All names of the model ``models`` as a path, a hub id or both: each verbatim, absolute, its last component,
-        and the hub id of a cached copy."""
+        and the hub id of a cached copy; a tag (``owner/name:Q4_K_M``) may be left out."""
         names: set[str] = set()
-        for model in models:
-            text = str(model).rstrip("/")
+        texts = [str(model).rstrip("/") for model in models]
+        for text in (*texts, *(text.rpartition(":")[0] for text in texts)):  # with and without the tag of a GGUF file
             path = Path(text)
             names |= {text, f"{text}/", path.name}
             if path.is_dir():

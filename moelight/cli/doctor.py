@@ -283,7 +283,7 @@ def doctor(
         directory = Path(model).expanduser()
         if model != DEMO and not directory.is_dir():  # unlike other commands, this one does not query the hub
             raise InputError(f"--model {model}: no such directory")
-        directory = resolve_model(model)
+        directory = resolve_model(DEMO) if model == DEMO else directory
     report = facts(directory)
     if as_json:
         print_json(report)

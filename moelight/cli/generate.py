@@ -34,7 +34,8 @@ class JobArguments:
         "PROMPTS", "Input file: JSON lines (OpenAI batch or simple), text, CSV or Parquet; - reads stdin."
     )
     model: str | None = option(
-        "Model to run: a directory, a Hugging Face hub id, or demo (bundled); defaults to the model of --policy.",
+        "Model to run: a directory, a GGUF file, a Hugging Face hub id (of one of several GGUF files owner/name:Q4_K_M), "
+        "or demo (bundled); defaults to the model of --policy.",
         "--model",
         "-m",
     )

@@ -130,8 +130,6 @@ def _say(text: str) -> None:
 
 def _check_model(model: str) -> None:
     """Refuse a model that is neither a directory nor shaped like a hub id; the first job queries the hub."""
-    from moelight.weights.source import DEMO
+    from moelight.weights.source import local_model
 
-    path = Path(model).expanduser()
-    if model != DEMO and not path.is_dir() and (path.exists() or model.count("/") != 1):
-        raise ConfigError(f"--model {model}: no such directory, and a hub id has the form owner/name")
+    local_model(model)

@@ -45,6 +45,7 @@ from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
 from moelight.paging.arena import PinningError
 from moelight.paging.kv import BlockPool
+from moelight.profiles.gguf_choice import unread_encoder
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import EXPECTED_GEN_LEN, Workload
 from moelight.runtime.executor import Idle
@@ -198,6 +199,8 @@ class Engine:
     def _load(self, source: OpenCheckpoint, options: RunOptions, dtype: DType) -> PassRunner:
         """The loaded model; expert pages are staged if the system refuses to lock their memory."""
         if line := unused_scales(source.ignored):
+            _log.warning("%s: %s", source.directory, line)
+        if line := unread_encoder(source.directory):
             _log.warning("%s: %s", source.directory, line)
         use_kept_kernels()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 from collections.abc import Iterable
@@ -186,7 +187,7 @@ def model_facts(directory: Path) -> dict[str, str]:
     """Return digests of the config, the tokenizer files and a sample of the weights: 64 KiB at 32 places of each file.
     Training that changes only a few tensors may go undetected. Of a GGUF file all is in the sample."""
     if directory.is_file():
-        parts = sorted(part.name for part in gguf_parts(directory))
+        parts = sorted(glob.escape(part.name) for part in gguf_parts(directory))
         return {"weights": _digest_of(directory.parent, parts, full=False)}
     return {
         "config": _digest_of(directory, _CONFIG, full=True),

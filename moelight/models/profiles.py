@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moelight.models.graph.profile import profile_of_directory
+from moelight.profiles.gguf_choice import GGUF
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.model_files import GGUF
 
 
 def profile_of_checkpoint(path: Path) -> ModelProfile:

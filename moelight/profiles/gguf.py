@@ -29,6 +29,14 @@ _LONGEST_NAME = 1 << 10
 _LONGEST_SHOWN = 80
 _ALIGNMENT = 32
 _MOST_ALIGNMENT = 1 << 20
+_LONGEST_LIST = 20
+_TOTAL = "split.tensors.count"
+# Values of general.type of files that hold no model (gguf.constants.GGUFType).
+_NO_MODELS = {
+    "adapter": "holds an adapter (LoRA), which is not read",
+    "imatrix": "holds an importance matrix, which quantisers use",
+    "mmproj": "holds an encoder of images, which is not read",
+}
 _AGAIN = "the file is damaged, fetch it again"
 _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -100,24 +108,55 @@ def read_gguf(path: Path) -> GGUFFile:
     """The model whose file, or any numbered part of it, is ``path``; raises CheckpointError for a part that is missing,
     truncated or malformed."""
     metadata, tensors = _read_part(path)
-    count = metadata.get("split.count", 1)
-    if type(count) is not int or not 1 <= count <= _MOST_PARTS:
-        raise CheckpointError(f"{path}: split.count is {quoted(count)}; {_AGAIN}")
-    match = _PART.fullmatch(path.name)
-    if count > 1:
-        if match is None or int(match["count"]) != count:
-            raise CheckpointError(
-                f"{path}: this is one of {count} parts, whose names must end in -00001-of-{count:05}.gguf and so on; "
-                "give it its own name again"
-            )
-        metadata, tensors = _joined(gguf_parts(path))
+    kind = metadata.get("general.type")
+    if isinstance(kind, str) and kind in _NO_MODELS:
+        raise CheckpointError(f"{path}: {_NO_MODELS[kind]}; give the file of the model")
+    if (parts := _parts_of(path, metadata)) != [path]:
+        metadata, tensors = _joined(parts)
     if not tensors:
         raise CheckpointError(f"{path}: holds no tensors; fetch it again")
     return GGUFFile(path=path, metadata=MappingProxyType(metadata), tensors=MappingProxyType(tensors))
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """The files of the model of which ``path`` is one, by their names."""
+    """The files of the model of which ``path`` is one; raises CheckpointError as `read_gguf`."""
+    return _parts_of(path, _read_part(path)[0])
+
+
+def _parts_of(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
+    """The parts of the model of which ``path`` is one: by its name, else by what other files beside it say they are."""
+    count = metadata.get("split.count", 1)
+    if type(count) is not int or not 1 <= count <= _MOST_PARTS:
+        raise CheckpointError(f"{path}: split.count is {quoted(count)}; {_AGAIN}")
+    if count == 1:
+        return [path]
+    match = _PART.fullmatch(path.name)
+    if match is not None and int(match["count"]) == count:
+        return part_names(path)
+    parts: dict[int, Path] = {}
+    for other in sorted(path.parent.glob("*.gguf"))[:_MOST_PARTS]:
+        theirs = _read_part(other)[0] if other != path else metadata
+        if (theirs.get("split.count"), theirs.get(_TOTAL)) != (count, metadata.get(_TOTAL)):
+            continue
+        number = theirs.get("split.no")
+        if type(number) is not int:
+            continue
+        if number in parts:
+            raise CheckpointError(
+                f"{path}: one of {count} parts, and {parts[number].name} and {other.name} both say that they are part "
+                f"{number}; let the names end in -00001-of-{count:05}.gguf and so on, or keep one model in a directory"
+            )
+        parts[number] = other
+    if lost := [number + 1 for number in range(count) if number not in parts]:
+        raise CheckpointError(
+            f"{path}: one of {count} parts, of which number {', '.join(map(str, lost[:_LONGEST_LIST]))} is not beside "
+            "it; fetch the missing parts of the model"
+        )
+    return [parts[number] for number in range(count)]
+
+
+def part_names(path: Path) -> list[Path]:
+    """The files of the model of which ``path`` is one, by its name."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -129,18 +168,21 @@ def _joined(parts: list[Path]) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:
     """The metadata of the first part, and the tensors of all."""
     first: dict[str, Any] = {}
     tensors: dict[str, GGMLTensor] = {}
-    for number, part in enumerate(parts):
+    seen: set[int] = set()
+    for part in parts:
         metadata, part_tensors = _read_part(part)
-        if (metadata.get("split.no"), metadata.get("split.count")) != (number, len(parts)):
+        number, count = metadata.get("split.no"), metadata.get("split.count")
+        if type(number) is not int or not 0 <= number < len(parts) or number in seen or count != len(parts):
             raise CheckpointError(
-                f"{part}: says that it is part {quoted(metadata.get('split.no'))} of "
-                f"{quoted(metadata.get('split.count'))}, counted from 0; fetch all parts again"
+                f"{part}: says that it is part {quoted(number)} of {quoted(count)}, counted from 0, which another one "
+                "says too, or none can; fetch all parts again"
             )
-        first = first or metadata
+        seen.add(number)
+        first = metadata if number == 0 else first
         if twice := next(iter(part_tensors.keys() & tensors.keys()), None):
             raise CheckpointError(f"{part}: tensor {quoted(twice)} is in {tensors[twice].file.name} too; {_AGAIN}")
         tensors |= part_tensors
-    total = first.get("split.tensors.count", len(tensors))
+    total = first.get(_TOTAL, len(tensors))
     if total != len(tensors):
         raise CheckpointError(
             f"{parts[0]}: split.tensors.count is {quoted(total)}, and the parts hold {len(tensors)}; fetch them again"

@@ -13,12 +13,12 @@ from moelight.core.errors import ConfigError
 from moelight.profiles.families import FAMILIES, profile_from_config, profile_from_dir
 from moelight.profiles.files import YamlNode, find_profile, profile_names, read_yaml
 from moelight.profiles.gguf import read_gguf
+from moelight.profiles.gguf_choice import GGUF, gguf_in, split_tag
 from moelight.profiles.gguf_families import GraphArchitecture, architecture_of
 from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile
 
-GGUF = ".gguf"
 ALIASES = {"mixtral": "mixtral-8x7b"}
 
 CONFIG_KEYS = (
@@ -145,8 +145,15 @@ def model_config(name_or_path: str) -> dict[str, Any]:
 
 
 def _place(name_or_path: str) -> Path:
-    """The directory or YAML file of ``name_or_path``."""
+    """The directory, YAML file or GGUF file of ``name_or_path``."""
     path = Path(name_or_path)
+    directory, tag = split_tag(name_or_path)
+    if tag and not path.exists() and Path(directory).is_dir():
+        path = gguf_in(Path(directory), tag) or path
+        name_or_path = str(path)
+    elif path.is_dir() and not (path / "config.json").exists():
+        path = gguf_in(path, "") or path
+        name_or_path = name_or_path if path.is_dir() else str(path)
     if path.name == "config.json" and path.is_file():
         return path.parent
     if path.name != name_or_path or path.suffix in (".yaml", ".yml", GGUF):

@@ -3,6 +3,7 @@ shards with an index. Pickles are never opened; `tensor_map` interprets the tens
 
 from __future__ import annotations
 
+import glob
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,18 +15,20 @@ from types import MappingProxyType
 
 from moelight.core.errors import CheckpointError
 from moelight.core.small_files import read_error_text, read_json
+from moelight.profiles.gguf import part_names
+from moelight.profiles.gguf_choice import GGUF, choose_gguf, gguf_choices, gguf_in, split_tag
 from moelight.weights.safetensors import read_header
 from moelight.weights.tensor_info import TensorInfo
 
-__all__ = ["DEMO", "Checkpoint", "IgnoredTensor", "TensorInfo", "resolve_model"]
+__all__ = ["DEMO", "GGUF", "Checkpoint", "IgnoredTensor", "TensorInfo", "local_model", "resolve_model"]
 
 DEMO = "demo"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-GGUF = ".gguf"
 _DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo"
-_HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<tag>[^\s:]+))?")
 _MAX_INDEX_BYTES = 100_000_000
+_NO_FILE = ["/"]  # whatever is in the cache will do
 _HUB_FILES = [
     "config.json",
     "generation_config.json",
@@ -46,7 +49,26 @@ _HUB_FILES = [
 def resolve_model(model: str) -> Path:
     """The directory of ``model``, or its GGUF file: the word ``demo``, a local directory or file, or the id of a model
     on the hub (``owner/name`` or ``owner/name@revision``), of which only the required files are downloaded, into the
-    hub's own cache. Raises CheckpointError if no such model exists, or the hub cannot be reached."""
+    hub's own cache. Of several GGUF files in a directory or repository, ``:TAG`` behind it names one: its quantisation
+    (``owner/name:Q4_K_M``) or its file.
+
+    Raises:
+        CheckpointError: no such model exists, several could be meant, or the hub cannot be reached.
+    """
+    path = local_model(model)
+    if path is not None:
+        return path
+    identity = _HUB_ID.fullmatch(model)
+    assert identity is not None
+    return _fetched(identity["name"], identity["revision"], identity["tag"] or "")
+
+
+def local_model(model: str) -> Path | None:
+    """The directory or GGUF file of ``model``, as `resolve_model`; None if it is the id of a model on the hub.
+
+    Raises:
+        CheckpointError: it is neither, or several GGUF files could be meant.
+    """
     if model == DEMO:
         return _DEMO_DIRECTORY
     if not model.strip():
@@ -54,30 +76,77 @@ def resolve_model(model: str) -> Path:
     path = Path(model).expanduser()
     try:
         if path.is_dir():
-            return path
+            return path if _holds_checkpoint(path) else gguf_in(path, "") or path
         if path.suffix == GGUF and path.exists():
             return path
         if path.exists():
             raise CheckpointError(f"{model}: a model is a directory with config.json and safetensors, or a .gguf file")
+        name, tag = split_tag(model)
+        if tag and (directory := Path(name).expanduser()).is_dir():
+            return gguf_in(directory, tag)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{model!r}: not a usable path ({error})") from None
-    identity = _HUB_ID.fullmatch(model)
-    if identity is None:
+    if _HUB_ID.fullmatch(model) is None:
         raise CheckpointError(
-            f"no model at {model!r}: no such directory, and an id on the Hugging Face hub has the form owner/name"
+            f"no model at {model!r}: no such directory, and an id on the Hugging Face hub has the form owner/name, or "
+            "owner/name:Q4_K_M"
         )
-    return _download(identity["name"], identity["revision"])
+    return None
 
 
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+def _holds_checkpoint(directory: Path) -> bool:
+    return any((directory / name).exists() or (directory / name).is_symlink() for name in (SINGLE, INDEX))
+
+
+def _fetched(name: str, revision: str | None, tag: str) -> Path:
+    """The directory of a repository's checkpoint, or its GGUF file with ``tag``, with all of its parts."""
+    names = _files_of(name, revision)
+    checkpoint = any(PurePosixPath(file).suffix == ".safetensors" for file in names)
+    if not names or (not tag and (checkpoint or not gguf_choices(names))):
+        return _download(name, revision, _HUB_FILES)
+    shown = name if revision is None else f"{name}@{revision}"
+    choice = choose_gguf(names, tag, where=shown)
+    parts = [str(part) for part in part_names(Path(choice.files[0]))]
+    directory = _download(name, revision, [glob.escape(part) for part in parts])
+    if lost := [part for part in parts if not (directory / part).exists()]:
+        raise CheckpointError(
+            f"{shown}: {lost[0]} is missing there, one of {len(parts)} parts of the model; use another quantisation"
+        )
+    return directory / parts[0]
+
+
+def _files_of(name: str, revision: str | None) -> list[str]:
+    """The names of all files of a repository; of those in the cache where the hub does not list them."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    failures = _failures()
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            return [file.rfilename for file in HfApi().model_info(name, revision=revision).siblings or ()]
+        except failures:
+            pass
+    try:
+        directory = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=_NO_FILE))
+    except failures:
+        return []  # and the download says why
+    return [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
+
+
+def _failures() -> tuple[type[BaseException], ...]:
+    """Errors of a download. The first base of the hub's HTTP error is the root error of the HTTP library in use
+    (requests or httpx)."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The first base of the hub's HTTP error is the root error of the HTTP library in use (requests or httpx).
-    failures: tuple[type[BaseException], ...] = (OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0])
+    return (OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0])
+
+
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    failures = _failures()
     with _bars_on_terminals_only():
         try:
-            return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+            return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
         except failures as error:
             shown = name if revision is None else f"{name}@{revision}"
             raise CheckpointError(f"no model at {shown!r}: no such directory, and {_hub_said(name, error)}") from None

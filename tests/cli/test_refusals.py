@@ -28,6 +28,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "unknown" / "config.json").write_text('{"model_type": "nobody_knows"}')
     (directory / "hollow").mkdir()
     (directory / "file").write_text("x")
+    (directory / "several").mkdir()
+    for name in ("model-Q4_K_M.gguf", "model-Q8_0.gguf", "mmproj-F16.gguf"):
+        (directory / "several" / name).touch()
     (directory / "policy.yaml").write_text("model: demo\nbatchsize: 4\n")
     (directory / "gpu.yaml").write_text("model: demo\nffn_device: gpu\n")
     (directory / "wrong.moe").write_text("policy p {\n    cache { capacty = 4 }\n}\n")
@@ -52,6 +55,8 @@ REFUSED = {
     "no such model on the hub": ("@/good.jsonl --model nobody/nothing", ["nobody/nothing"]),
     "a file for a model": ("@/good.jsonl --model @/file", ["@/file", "directory"]),
     "a directory without a model": ("@/good.jsonl --model @/hollow", ["@/hollow", "config.json"]),
+    "several GGUF files": ("@/good.jsonl --model @/several", ["holds 2 GGUF models", "@/several:Q", "Q4_K_M, Q8_0"]),
+    "no GGUF file of that tag": ("@/good.jsonl --model @/several:Q6_K", ["'Q6_K'", "Q4_K_M, Q8_0"]),
     "an impossible config": ("@/good.jsonl --model @/dense", ["@/dense/config.json", "hidden size"]),
     "an unknown family": ("@/good.jsonl --model @/unknown", ["@/unknown/config.json", "nobody_knows"]),
     "a torn checkpoint": ("@/good.jsonl --model @/torn", ["model.safetensors"]),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moelight.cli.main import main
+from moelight.cli.planning_options import load_model
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
@@ -140,14 +141,24 @@ def test_a_split_file_runs(tmp_path: Path) -> None:
     assert tokens(first, Shares(disk=1.0)) == tokens(tmp_path / "whole.gguf", Shares(disk=1.0))
 
 
-def test_generate_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = tmp_path / "tiny.gguf", tmp_path / "out.jsonl"
+def test_generate_takes_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its path, or by a tag behind its directory."""
+    path, out = tmp_path / "tiny-Q8_0.gguf", tmp_path / "out.jsonl"
     write_gguf(path, "llama", vocab=True)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc", "max_tokens": 4}\n{"prompt": "de", "max_tokens": 3}\n')
     assert main(["generate", str(prompts), "--model", str(path), "-o", str(out)]) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 2
+    write_gguf(tmp_path / "tiny-BF16.gguf", "qwen3moe")
+    (tmp_path / "mmproj-F16.gguf").touch()
+    again, tagged = tmp_path / "again.jsonl", f"{tmp_path}:q8_0"
+    assert main(["generate", str(prompts), "--model", tagged, "-o", str(again)]) == 0
+    assert again.read_bytes() == out.read_bytes()
+    assert caplog.text.count("mmproj-F16.gguf beside it is not read") == 1
+    assert load_model(tagged).model_type == "mixtral" and load_model(f"{tmp_path}:bf16").model_type == "qwen3_moe"
 
 
 def test_compare_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import struct
 import tracemalloc
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.hrm.inventory import inventory
 from moelight.profiles.families import profile_from_config
-from moelight.profiles.gguf import GGML_TYPES, read_gguf
+from moelight.profiles.gguf import GGML_TYPES, gguf_parts, read_gguf
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
@@ -99,9 +100,39 @@ def test_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
     parts[1].write_bytes(parts[2].read_bytes())
     with pytest.raises(CheckpointError, match="says that it is part 2 of"):
         open_gguf(parts[0])
-    alone = parts[0].rename(tmp_path / "alone.gguf")
-    with pytest.raises(CheckpointError, match="this is one of"):
-        open_gguf(alone)
+
+
+def test_parts_with_other_names_are_known_by_their_numbers(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "split.gguf", "qwen3moe", shard=24)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    tensors = {name: tensor.nbytes for name, tensor in open_gguf(parts[0]).file.tensors.items()}
+    first = parts[0].rename(tmp_path / "spare")
+    parts[1].rename(parts[0])
+    first.rename(parts[1])  # two names are exchanged
+    assert {name: tensor.nbytes for name, tensor in open_gguf(parts[0]).file.tensors.items()} == tensors
+    renamed = [part.rename(tmp_path / f"{letter}.gguf") for letter, part in zip("zyxwvu", parts, strict=False)]
+    write_gguf(tmp_path / "other.gguf", "qwen3moe")
+    for part in renamed:
+        result = open_gguf(part)
+        assert {name: tensor.nbytes for name, tensor in result.file.tensors.items()} == tensors
+        assert gguf_parts(part) == [renamed[1], renamed[0], *renamed[2:]]
+    copy = shutil.copy(renamed[0], tmp_path / "copy.gguf")
+    with pytest.raises(CheckpointError, match=r"copy.gguf and z.gguf both say that they are part 1"):
+        open_gguf(renamed[1])
+    copy.unlink()
+    renamed[1].unlink()
+    with pytest.raises(CheckpointError, match=rf"one of {len(parts)} parts, of which number 1 is not beside it"):
+        open_gguf(renamed[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "meaning"), [("imatrix", "importance matrix"), ("adapter", "LoRA"), ("mmproj", "encoder of images")]
+)
+def test_a_file_of_another_kind_is_no_model(kind: str, meaning: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "qwen3moe", metadata={"general.type": kind})
+    with pytest.raises(CheckpointError, match=meaning):
+        open_gguf(path)
 
 
 def test_experts_of_layers_may_have_several_types(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants, file_download
 
+from moelight.batch.model_names import ModelNames
 from moelight.core.errors import CheckpointError
 from moelight.weights.source import resolve_model
 
@@ -33,6 +34,16 @@ STATUS = {
     "owner/private": (401, "RepoNotFound"),
     "owner/none": (404, "RepoNotFound"),
 }
+GGUF_FILES = {
+    "README.md": b"",
+    "config.json": b"{}",
+    "mmproj-F16.gguf": b"encoder",
+    "Q8_0/model-Q8_0-00001-of-00002.gguf": b"first",
+    "Q8_0/model-Q8_0-00002-of-00002.gguf": b"second",
+    "model-Q4_K_M.gguf": b"small",
+}
+ONE_GGUF = {name: GGUF_FILES[name] for name in ("README.md", "mmproj-F16.gguf", "model-Q4_K_M.gguf")}
+REPOSITORIES = {"owner/several": GGUF_FILES, "owner/single": ONE_GGUF}
 
 
 class Hub(ThreadingHTTPServer):
@@ -63,18 +74,19 @@ class Answer(BaseHTTPRequestHandler):
         elif "/tree/" in path:
             tree = [
                 {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for file, data in FILES.items()
+                for file, data in REPOSITORIES.get(name, FILES).items()
             ]
             self._send(200, json.dumps(tree).encode())
         elif path.startswith("api/models/"):
-            self._send(200, json.dumps({"id": name, "sha": SHA, "siblings": []}).encode())
+            siblings = [{"rfilename": file} for file in REPOSITORIES.get(name, FILES)]
+            self._send(200, json.dumps({"id": name, "sha": SHA, "siblings": siblings}).encode())
         elif f"/resolve/{SHA}/" in path:
-            self._send_file(path.split(f"/resolve/{SHA}/")[1])
+            self._send_file(REPOSITORIES.get(name, FILES), path.split(f"/resolve/{SHA}/")[1])
         else:
             self._send(404, b"{}")
 
-    def _send_file(self, file: str) -> None:
-        data = FILES[file]
+    def _send_file(self, files: dict[str, bytes], file: str) -> None:
+        data = files[file]
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
         if start:
@@ -161,6 +173,41 @@ def test_a_refusal_says_what_to_do_on_one_line(model: str, told: str, hub: Hub) 
         resolve_model(model)
     assert model in str(refusal.value) and "\n" not in str(refusal.value)
     assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("model", "files"),
+    [
+        ("owner/several:Q4_K_M", ["model-Q4_K_M.gguf"]),
+        ("owner/several:model-Q4_K_M.gguf", ["model-Q4_K_M.gguf"]),
+        ("owner/several@main:q8_0", ["Q8_0/model-Q8_0-00001-of-00002.gguf", "Q8_0/model-Q8_0-00002-of-00002.gguf"]),
+        ("owner/single", ["model-Q4_K_M.gguf"]),
+    ],
+)
+def test_a_tag_fetches_one_gguf_file_with_all_its_parts(
+    model: str, files: list[str], hub: Hub, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    path = resolve_model(model)
+    assert sorted(file for file, _ in hub.asked) == files
+    directory = path.parents[len(Path(files[0]).parts) - 1]
+    assert path == directory / files[0] and all((directory / file).exists() for file in files)
+    assert ModelNames.of(model).names >= {model, model.partition(":")[0]}
+    request.getfixturevalue("no_network")
+    assert resolve_model(model) == path
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model(model) == path
+    with pytest.raises(CheckpointError, match=r"no GGUF model there is called 'Q5_K_M'.*Q"):
+        resolve_model(f"{model.partition(':')[0]}:Q5_K_M")
+
+
+def test_several_gguf_files_of_a_repository_are_listed(hub: Hub) -> None:
+    with pytest.raises(CheckpointError, match=r"such as owner/several:Q8_0; there are Q8_0, Q4_K_M$"):
+        resolve_model("owner/several")
+    with pytest.raises(CheckpointError, match=r"no GGUF file of a model there"):
+        resolve_model("owner/there:Q4_K_M")
+    with pytest.raises(CheckpointError, match=r"check the spelling"):
+        resolve_model("owner/none:Q4_K_M")
+    assert [file for file, _ in hub.asked if file.endswith(".gguf")] == []
 
 
 @pytest.fixture

@@ -19,13 +19,21 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     """The hub, of which only ``owner/there`` exists; remembers what it was asked."""
     asked: list[tuple[str, list[str]]] = []
 
-    def snapshot_download(model: str, *, allow_patterns: list[str], **_: Any) -> str:
+    def snapshot_download(
+        model: str, *, allow_patterns: list[str] | None = None, local_files_only: bool = False, **_: Any
+    ) -> str:
+        if local_files_only or allow_patterns is None:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
         asked.append((model, allow_patterns))
         if model == "owner/there":
             return "/cache/owner/there"
         raise huggingface_hub.errors.LocalEntryNotFoundError("no network here\nand a second line")
 
+    def model_info(*_: Any, **__: Any) -> None:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no network here")
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     return asked
 
 
