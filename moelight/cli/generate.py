@@ -34,7 +34,7 @@ class JobArguments:
         "PROMPTS", "Input file: JSON lines (OpenAI batch or simple), text, CSV or Parquet; - reads stdin."
     )
     model: str | None = option(
-        "Model to run: a directory, a GGUF file, a Hugging Face hub id (of one of several GGUF files owner/name:Q4_K_M), "
+        "Model to run: a directory, a GGUF file, a Hugging Face hub id (owner/name, or owner/name:Q4_K_M of a GGUF), "
         "or demo (bundled); defaults to the model of --policy.",
         "--model",
         "-m",
