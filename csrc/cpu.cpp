@@ -38,41 +38,41 @@ uint64_t saved_register_state() {
 }
 
 Features detect() {
-  Features found;
+  Features features;
   uint32_t a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return features;
   const bool osxsave = (c >> 27) & 1;
-  if (!osxsave) return found;
+  if (!osxsave) return features;
   const uint64_t saved = saved_register_state();
   const bool ymm = (saved & 0x6) == 0x6, zmm = (saved & 0xe6) == 0xe6, tiles = (saved & 0x60000) == 0x60000;
-  found.fma = ymm && ((c >> 12) & 1);
-  found.f16c = ymm && ((c >> 29) & 1);
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
-  found.avx2 = ymm && ((b >> 5) & 1);
-  found.avx512f = zmm && ((b >> 16) & 1);
-  found.avx512dq = zmm && ((b >> 17) & 1);
-  found.avx512bw = zmm && ((b >> 30) & 1);
-  found.avx512vl = zmm && ((b >> 31) & 1);
-  found.avx512_vbmi = zmm && ((c >> 1) & 1);
-  found.avx512_vnni = zmm && ((c >> 11) & 1);
-  found.amx_bf16 = tiles && ((d >> 22) & 1);
-  found.amx_tile = tiles && ((d >> 24) & 1);
-  found.amx_int8 = tiles && ((d >> 25) & 1);
+  features.fma = ymm && ((c >> 12) & 1);
+  features.f16c = ymm && ((c >> 29) & 1);
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return features;
+  features.avx2 = ymm && ((b >> 5) & 1);
+  features.avx512f = zmm && ((b >> 16) & 1);
+  features.avx512dq = zmm && ((b >> 17) & 1);
+  features.avx512bw = zmm && ((b >> 30) & 1);
+  features.avx512vl = zmm && ((b >> 31) & 1);
+  features.avx512_vbmi = zmm && ((c >> 1) & 1);
+  features.avx512_vnni = zmm && ((c >> 11) & 1);
+  features.amx_bf16 = tiles && ((d >> 22) & 1);
+  features.amx_tile = tiles && ((d >> 24) & 1);
+  features.amx_int8 = tiles && ((d >> 25) & 1);
   if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
-    found.avx512_bf16 = zmm && ((a >> 5) & 1);
-    found.avx_vnni = ymm && ((a >> 4) & 1);
+    features.avx512_bf16 = zmm && ((a >> 5) & 1);
+    features.avx_vnni = ymm && ((a >> 4) & 1);
   }
-  return found;
+  return features;
 }
 #elif defined(__aarch64__) && defined(__linux__)
 Features detect() {
   const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
-  Features found;
-  found.neon = (first >> 1) & 1;
-  found.dotprod = (first >> 20) & 1;
-  found.i8mm = (second >> 13) & 1;
-  found.bf16 = (second >> 14) & 1;
-  return found;
+  Features features;
+  features.neon = (first >> 1) & 1;
+  features.dotprod = (first >> 20) & 1;
+  features.i8mm = (second >> 13) & 1;
+  features.bf16 = (second >> 14) & 1;
+  return features;
 }
 #elif defined(__aarch64__) && defined(__APPLE__)
 bool told(const char* name) {
@@ -82,20 +82,20 @@ bool told(const char* name) {
 }
 
 Features detect() {
-  Features found;
-  found.neon = true;
-  found.dotprod = told("hw.optional.arm.FEAT_DotProd");
-  found.i8mm = told("hw.optional.arm.FEAT_I8MM");
-  found.bf16 = told("hw.optional.arm.FEAT_BF16");
-  return found;
+  Features features;
+  features.neon = true;
+  features.dotprod = told("hw.optional.arm.FEAT_DotProd");
+  features.i8mm = told("hw.optional.arm.FEAT_I8MM");
+  features.bf16 = told("hw.optional.arm.FEAT_BF16");
+  return features;
 }
 #else
 Features detect() { return {}; }
 #endif
 
 const Features& features() {
-  static const Features found = detect();
-  return found;
+  static const Features features = detect();
+  return features;
 }
 
 Isa best_isa() {
@@ -277,8 +277,8 @@ bool mixes_signs() { return features().i8mm; }
 
 int64_t near_cache_bytes() {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
-  static const int64_t found = ::sysconf(_SC_LEVEL1_DCACHE_SIZE);
-  if (found > 0) return found;
+  static const int64_t bytes = ::sysconf(_SC_LEVEL1_DCACHE_SIZE);
+  if (bytes > 0) return bytes;
 #endif
   return 32 << 10;
 }

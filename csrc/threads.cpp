@@ -55,10 +55,10 @@ bool look_out(F&& seen) {
 int processor_here() { return ::sched_getcpu(); }
 
 // Where the system refuses (the processor is gone, or not allowed any more) the thread runs where it may.
-void stay_at(const Place& place) {
+void stay_at(const Place& cpus) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  for (const int processor : place)
+  for (const int processor : cpus)
     if (processor >= 0 && processor < CPU_SETSIZE) CPU_SET(processor, &set);
   static_cast<void>(::pthread_setaffinity_np(::pthread_self(), sizeof set, &set));
 }
@@ -90,19 +90,19 @@ class Pool {
   void run(int threads, Job& job) {
     std::lock_guard<std::mutex> turn(turn_);
     const int wanted = threads - 1, here = place_here();
-    const int there = grow(here < 0 ? wanted : wanted + 1);
+    const int helpers = grow(here < 0 ? wanted : wanted + 1);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = &job;
-      int given = 0;
-      for (int i = 0; i < there && given < wanted; ++i)
-        if (i != here) helpers_[i]->ticket = ++given;
+      int tickets = 0;
+      for (int i = 0; i < helpers && tickets < wanted; ++i)
+        if (i != here) helpers_[i]->ticket = ++tickets;
     }
-    for (int i = 0, woken = 0; i < there && woken < wanted; ++i)
+    for (int i = 0, woken = 0; i < helpers && woken < wanted; ++i)
       if (i != here) helpers_[i]->wake.notify_one(), ++woken;
     job.work(0);
     std::unique_lock<std::mutex> lock(mutex_);
-    for (int i = 0; i < there; ++i) helpers_[i]->ticket = 0;
+    for (int i = 0; i < helpers; ++i) helpers_[i]->ticket = 0;
     if (busy_ > 0) {
       lock.unlock();
       look_out([this] { return busy_.load(std::memory_order_relaxed) == 0; });
@@ -229,7 +229,7 @@ ThreadTeam::~ThreadTeam() {
 Pool* ThreadTeam::pool() const { return fork_ == forks.load(std::memory_order_relaxed) ? pool_.get() : nullptr; }
 
 void ThreadTeam::end() {
-  if (Pool* const mine = pool()) mine->end();
+  if (Pool* const team_pool = pool()) team_pool->end();
 }
 
 std::shared_ptr<ThreadTeam> use_team(std::shared_ptr<ThreadTeam> team) {
@@ -237,14 +237,14 @@ std::shared_ptr<ThreadTeam> use_team(std::shared_ptr<ThreadTeam> team) {
 }
 
 void run_parallel(int threads, int64_t n, ParallelBody body, void* context) {
-  Pool* const mine = my_team == nullptr ? nullptr : my_team->pool();
-  const int most = mine == nullptr ? threads : std::min(threads, my_team->threads());
-  const int useful = static_cast<int>(std::min<int64_t>(most, n));
+  Pool* const team_pool = my_team == nullptr ? nullptr : my_team->pool();
+  const int max_threads = team_pool == nullptr ? threads : std::min(threads, my_team->threads());
+  const int useful = static_cast<int>(std::min<int64_t>(max_threads, n));
   Job job{body, context, n};
   if (useful <= 1 || inside_body) {
     job.work(0);
   } else {
-    (mine == nullptr ? shared_pool() : *mine).run(useful, job);
+    (team_pool == nullptr ? shared_pool() : *team_pool).run(useful, job);
   }
 }
 

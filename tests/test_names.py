@@ -1,12 +1,14 @@
 """Names state a type or a role: ``each``, ``found`` and their like name no variable, parameter or attribute.
 
-The programs of Triton are apart: their text is what `tests/kernels/compiled.json` records.
+The programs of Triton are apart: their text is what `tests/kernels/compiled.json` records. Names of the C++ sources are
+read without a parser: their words outside of comments and strings, and classes that begin a line.
 """
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,44 @@ def test_what_counts(source: str, variables: list[str], attributes: list[str]) -
     of_variables, of_attributes = assigned(ast.parse(source))
     assert sorted(of_variables) == variables
     assert sorted(of_attributes) == attributes
+
+
+CXX_WORDS = WORDS | {"both", "crowds", "enter", "room", "takes", "tame"}
+_NO_CODE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
+_CLASS = re.compile(
+    r"^(?:struct|class|union|enum class)\s+(?:alignas\(\d+\)\s+)?(\w+)(?:\s+final)?\s*(?::[^;{]*)?\{", re.MULTILINE
+)
+
+
+def cxx_sources() -> dict[Path, str]:
+    """The code of every C++ file, without comments and strings."""
+    files = [path for path in sorted((ROOT / "csrc").rglob("*")) if path.suffix in {".cpp", ".h", ".inl", ".cu"}]
+    return {path.relative_to(ROOT / "csrc"): _NO_CODE.sub("", path.read_text(encoding="utf-8")) for path in files}
+
+
+def cxx_words(code: str) -> set[str]:
+    """The words among the identifiers of ``code``; a member's underscore does not hide one."""
+    return {name for name in re.findall(r"[A-Za-z_]\w*", code) if name.rstrip("_") in CXX_WORDS}
+
+
+def test_names_in_cxx() -> None:
+    sources = {str(path): cxx_words(code) for path, code in cxx_sources().items() if path.parts[0] != "quantized"}
+    assert len(sources) > 100
+    assert {path: words for path, words in sources.items() if words} == {}
+
+
+def test_a_class_name_in_cxx_belongs_to_one_directory() -> None:
+    """Within a directory, files of several instruction sets may each define their form of one class."""
+    directories = defaultdict(set)
+    for path, code in cxx_sources().items():
+        for name in _CLASS.findall(code):
+            directories[name].add(path.parent)
+    assert len(directories) > 150
+    assert {name: places for name, places in directories.items() if len(places) > 1} == {}
+
+
+def test_what_counts_in_cxx() -> None:
+    code = _NO_CODE.sub(
+        "", 'int found_ = 0;  // each\nauto f = [](int each) { return "room"; };\nstruct Side : Base {\n'
+    )
+    assert cxx_words(code) == {"found_", "each"} and _CLASS.findall(code) == ["Side"]

@@ -16,8 +16,8 @@ namespace nb = nanobind;
 using In = nb::ndarray<nb::ro>;
 using Out = nb::ndarray<>;
 
-[[noreturn]] inline void refuse(const char* name, const std::string& why) {
-  throw nb::value_error((std::string(name) + ": " + why).c_str());
+[[noreturn]] inline void refuse(const char* name, const std::string& reason) {
+  throw nb::value_error((std::string(name) + ": " + reason).c_str());
 }
 
 template <class Array>

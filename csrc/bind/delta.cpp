@@ -23,8 +23,8 @@ int64_t check_starts(const In& starts, int64_t rows) {
   check_int_type<int32_t>("starts", starts);
   const auto count = static_cast<int64_t>(starts.shape(0));
   if (count < 1 || (count > 1 && starts.stride(0) != 1)) refuse("starts", "must be contiguous and not empty");
-  const auto* const found = static_cast<const int32_t*>(starts.data());
-  if (found[0] != 0 || found[count - 1] != rows || !std::is_sorted(found, found + count))
+  const auto* const offsets = static_cast<const int32_t*>(starts.data());
+  if (offsets[0] != 0 || offsets[count - 1] != rows || !std::is_sorted(offsets, offsets + count))
     refuse("starts", "must rise from 0 to " + std::to_string(rows));
   return count - 1;
 }
@@ -60,7 +60,7 @@ void causal_conv(const In& x, const In& weight, const std::optional<In>& bias, c
   if (float_type("weight", weight) != dtype) refuse("weight", "must have the dtype of x");
   check_dim("weight", weight, 0, channels, "channels");
   const auto taps = static_cast<int64_t>(weight.shape(1));
-  if (taps < 1 || taps > kMostTaps) refuse("weight", "must have 1 to 16 taps, shape is " + shape_of(weight));
+  if (taps < 1 || taps > kMaxTaps) refuse("weight", "must have 1 to 16 taps, shape is " + shape_of(weight));
   if (channels > 1 && weight.stride(0) != taps) refuse("weight", "must be contiguous");
   if (bias) {
     check_layout("bias", *bias, 1);
@@ -130,8 +130,8 @@ void delta_rule(const In& q, const In& k, const In& v, const In& decay, const In
   check_dim("out", out, 2, value_dim, "size of a head");
   const int64_t sequences = check_starts(starts, rows);
   const std::vector<void*> places = check_states(states, sequences, DType::kFloat32, {heads, key_dim, value_dim});
-  std::vector<float*> numbers;
-  for (void* place : places) numbers.push_back(static_cast<float*>(place));
+  std::vector<float*> floats;
+  for (void* state : places) floats.push_back(static_cast<float*>(state));
   const DeltaArgs args = {.dtype = dtype,
                           .sequences = sequences,
                           .key_heads = key_heads,
@@ -150,7 +150,7 @@ void delta_rule(const In& q, const In& k, const In& v, const In& decay, const In
                           .decays = decays,
                           .beta = static_cast<const float*>(beta.data()),
                           .beta_stride = beta.stride(0),
-                          .states = numbers.data(),
+                          .states = floats.data(),
                           .out = out.data(),
                           .out_stride = out.stride(0),
                           .threads = checked_threads(threads)};

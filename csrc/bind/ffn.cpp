@@ -84,7 +84,7 @@ Weight check_entry(const char* name, const Entry& entry, const Format& format) {
     refuse(name, "must have " + std::to_string(format.rows) + " rows and " + std::to_string(format.depth) +
                      " columns, has " + std::to_string(q.rows) + " and " + std::to_string(q.columns));
   if (format.integers)
-    if (const char* const why = no_whole_numbers(q)) refuse(name, why);
+    if (const char* const reason = no_whole_numbers(q)) refuse(name, reason);
   return {q.transposed() ? nullptr : q.codes, q.row_bytes, nullptr, &q, 0};
 }
 
@@ -124,16 +124,16 @@ In to_array(const char* name, nb::handle item) {
   return array;
 }
 
-Entry to_entry(const char* name, nb::handle item, std::vector<In>& kept) {
-  if (is_quantized(item)) return {{}, std::make_unique<Quantized>(to_quantized(name, item, kept))};
+Entry to_entry(const char* name, nb::handle item, std::vector<In>& arrays) {
+  if (is_quantized(item)) return {{}, std::make_unique<Quantized>(to_quantized(name, item, arrays))};
   return {to_array(name, item), nullptr};
 }
 
 void linear(const In& x, nb::object weight, nb::object bias, const std::string& activations, const Out& out,
             int64_t threads) {
   check_layout("x", x, 2);
-  std::vector<In> kept;
-  const Entry entry = to_entry("weight", weight, kept);
+  std::vector<In> arrays;
+  const Entry entry = to_entry("weight", weight, arrays);
   if (entry.quantized == nullptr) check_layout("weight", entry.array, 2);
   LinearArgs args;
   args.format = make_format("weight", entry_type("weight", entry), entry.rows(), size_of(x, 1));
@@ -174,9 +174,10 @@ class Experts {
   }
 
   // Every expert of a list that is not None, as if it had one row.
-  explicit Experts(const nb::list& weights) : own_(nb::len(weights) + 1), at_(own_.data()) {
-    count_ = static_cast<int64_t>(own_.size()) - 1;
-    for (size_t e = 0; e + 1 < own_.size(); ++e) own_[e + 1] = own_[e] + (weights[e].is_none() ? 0 : 1);
+  explicit Experts(const nb::list& weights) : row_offsets_(nb::len(weights) + 1), at_(row_offsets_.data()) {
+    count_ = static_cast<int64_t>(row_offsets_.size()) - 1;
+    for (size_t e = 0; e + 1 < row_offsets_.size(); ++e)
+      row_offsets_[e + 1] = row_offsets_[e] + (weights[e].is_none() ? 0 : 1);
   }
   Experts(Experts&&) = default;
 
@@ -189,18 +190,18 @@ class Experts {
 
   // The weights of a list; those of experts without tokens stay empty.
   std::vector<Entry> entries(const char* name, const nb::object& list) {
-    std::vector<Entry> found(static_cast<size_t>(count_));
+    std::vector<Entry> result(static_cast<size_t>(count_));
     for (int64_t e = 0; e < count_ && !list.is_none(); ++e)
-      if (busy(e)) found[static_cast<size_t>(e)] = to_entry(name, item(name, list, e), kept_);
-    return found;
+      if (busy(e)) result[static_cast<size_t>(e)] = to_entry(name, item(name, list, e), arrays_);
+    return result;
   }
 
   // The tensors of a list; those of experts without tokens stay empty.
   std::vector<In> arrays(const char* name, const nb::object& list) const {
-    std::vector<In> found(static_cast<size_t>(count_));
+    std::vector<In> result(static_cast<size_t>(count_));
     for (int64_t e = 0; e < count_ && !list.is_none(); ++e)
-      if (busy(e)) found[static_cast<size_t>(e)] = to_array(name, item(name, list, e));
-    return found;
+      if (busy(e)) result[static_cast<size_t>(e)] = to_array(name, item(name, list, e));
+    return result;
   }
 
   std::vector<Weight> check(const Lists& lists, const std::vector<Entry>& entries, Format& format) {
@@ -217,7 +218,7 @@ class Experts {
       like = weights[i].quantized;
       if (!lists.bias.is_none()) weights[i].bias = check_bias(lists.bias_name, biases[i], format, seen);
     }
-    kept_.insert(kept_.end(), biases.begin(), biases.end());
+    arrays_.insert(arrays_.end(), biases.begin(), biases.end());
     return weights;
   }
 
@@ -234,26 +235,26 @@ class Experts {
 
   void length(const char* name, const nb::object& list) const {
     if (!nb::isinstance<nb::list>(list)) refuse(name, "must be a list with one tensor per expert");
-    const auto found = static_cast<int64_t>(nb::len(list));
-    if (found != count_)
-      refuse(name, "has " + std::to_string(found) + " entries, offsets is for " + std::to_string(count_) + " experts");
+    const auto count = static_cast<int64_t>(nb::len(list));
+    if (count != count_)
+      refuse(name, "has " + std::to_string(count) + " entries, offsets is for " + std::to_string(count_) + " experts");
   }
 
   nb::object item(const char* name, const nb::object& list, int64_t e) const {
-    nb::object found = list[static_cast<size_t>(e)];
-    if (found.is_none())
+    nb::object entry = list[static_cast<size_t>(e)];
+    if (entry.is_none())
       refuse(name, "expert " + std::to_string(e) + " has " + std::to_string(at_[e + 1] - at_[e]) + " tokens and None");
-    return found;
+    return entry;
   }
 
   int64_t count_;
-  std::vector<int32_t> own_;  // of weights that are given before their rows
-  const int32_t* at_;         // a moved vector keeps its memory
-  std::vector<In> kept_;      // biases and parts, for as long as the product runs
+  std::vector<int32_t> row_offsets_;  // of weights that are given before their rows
+  const int32_t* at_;                 // a moved vector keeps its memory
+  std::vector<In> arrays_;            // biases and parts, for as long as the product runs
 };
 
 Activation activation_named(const std::string& curve, double alpha, double limit, double shift, bool late) {
-  Activation found = {
+  Activation activation = {
       .alpha = static_cast<float>(alpha),
       .limit = static_cast<float>(limit),
       .shift = static_cast<float>(shift),
@@ -262,8 +263,8 @@ Activation activation_named(const std::string& curve, double alpha, double limit
   const char* const names[] = {"silu", "gelu", "gelu_tanh", "relu2"};
   for (int i = 0; i < 4; ++i) {
     if (curve != names[i]) continue;
-    found.curve = static_cast<Curve>(i);
-    return found;
+    activation.curve = static_cast<Curve>(i);
+    return activation;
   }
   refuse("activation", "must be silu, gelu, gelu_tanh or relu2, is '" + curve + "'");
 }
@@ -276,18 +277,18 @@ Format format_of(const char* name, const Entry& first, int64_t rows, int64_t dep
   return format;
 }
 
-// The parts of one weight of 2 rows_each rows, of which the second begins `rows_each` rows after the first.
-std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format& format, int64_t rows_each) {
-  std::vector<Weight> found = weights;
-  for (Weight& weight : found) {
-    if (!weight.given()) continue;
+// The parts of one weight of 2 half_rows rows, of which the second begins `half_rows` rows after the first.
+std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format& format, int64_t half_rows) {
+  std::vector<Weight> second = weights;
+  for (Weight& weight : second) {
+    if (!weight.present()) continue;
     const int64_t step = format.transposed ? float_bytes(format.type) : weight.row_bytes;
-    weight.first_row += rows_each;
-    if (weight.data != nullptr) weight.data = static_cast<const char*>(weight.data) + rows_each * step;
+    weight.first_row += half_rows;
+    if (weight.data != nullptr) weight.data = static_cast<const char*>(weight.data) + half_rows * step;
     if (weight.bias != nullptr)
-      weight.bias = static_cast<const char*>(weight.bias) + rows_each * dtype_bytes(format.bias_type);
+      weight.bias = static_cast<const char*>(weight.bias) + half_rows * dtype_bytes(format.bias_type);
   }
-  return found;
+  return second;
 }
 
 class CheckedExperts : public BoundExperts {
@@ -321,10 +322,11 @@ class CheckedExperts : public BoundExperts {
     first_entries_ = experts_.entries("gate_up", gate_up), down_entries_ = experts_.entries("down", down);
     const Entry &first = first_entries_[at], &first_down = down_entries_[at];
     check_matrix("gate_up", first);
-    const bool both = joined || args.pairing == Pairing::kInterleaved;
+    const bool both_halves = joined || args.pairing == Pairing::kInterleaved;
     const int64_t rows = first.rows();
-    if (both && rows % 2 != 0) refuse("gate_up", "must have an even number of rows, has " + std::to_string(rows));
-    const int64_t inner = both ? rows / 2 : rows;
+    if (both_halves && rows % 2 != 0)
+      refuse("gate_up", "must have an even number of rows, has " + std::to_string(rows));
+    const int64_t inner = both_halves ? rows / 2 : rows;
     args.up_format = format_of("gate_up", first, rows, hidden);
     args.down_format = format_of("down", first_down, hidden, inner);
     args.up_format.integers = rounds_tokens("gate_up", activations.first, args.up_format.type);

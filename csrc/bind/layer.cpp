@@ -26,7 +26,7 @@ class BoundLayer {
   BoundLayer(const In& input_norm, const In& qkv, const MaybeArray& qkv_bias, const MaybeArray& q_norm,
              const MaybeArray& k_norm, const In& o, const MaybeArray& o_bias, const In& post_norm, const In& router,
              double eps, int64_t head_dim, int64_t top_k, bool normalize, bool round)
-      : kept_{input_norm, qkv, o, post_norm, router} {
+      : arrays_{input_norm, qkv, o, post_norm, router} {
     check_layout("input_norm", input_norm, 1);
     layer_.dtype = float_type("input_norm", input_norm);
     layer_.hidden = static_cast<int64_t>(input_norm.shape(0));
@@ -68,10 +68,10 @@ class BoundLayer {
     const Activations x = this->hidden(hidden);
     const Activations attended = this->rows("attention", attention, x.tokens, layer_.o.format.depth);
     check_experts(experts.args);
-    const Activations room = expert_rows(rows, x.tokens);
+    const Activations buffer = expert_rows(rows, x.tokens);
     const int count = checked_threads(threads);
     nb::gil_scoped_release release;
-    after_attention(layer_, x, attended, experts.args, room, count);
+    after_attention(layer_, x, attended, experts.args, buffer, count);
   }
 
   void decode(const Activations& hidden, const Rotation& turns, const GqaArgs& cache, const ExpertArgs& experts,
@@ -100,15 +100,15 @@ class BoundLayer {
   }
 
   Activations expert_rows(const Out& array, int64_t tokens) const {
-    const Activations room = rows("rows", array, tokens * layer_.top_k, layer_.hidden);
-    if (room.tokens > 1 && room.stride != layer_.hidden) refuse("rows", "must be contiguous");
-    return room;
+    const Activations buffer = rows("rows", array, tokens * layer_.top_k, layer_.hidden);
+    if (buffer.tokens > 1 && buffer.stride != layer_.hidden) refuse("rows", "must be contiguous");
+    return buffer;
   }
 
  private:
   const In& keep(const In& array) {
-    kept_.push_back(array);
-    return kept_.back();
+    arrays_.push_back(array);
+    return arrays_.back();
   }
 
   const void* vector(const char* name, const In& array, int64_t size) const {
@@ -142,7 +142,7 @@ class BoundLayer {
   }
 
   Layer layer_ = {};
-  std::vector<In> kept_;
+  std::vector<In> arrays_;
 };
 
 // Everything is checked before anything is computed.

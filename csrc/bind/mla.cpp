@@ -18,10 +18,10 @@ struct LatentCache {
 template <class Array>
 LatentCache check_cache(const Array& cache) {
   check_layout("cache", cache, 3);
-  const LatentCache found = {static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)),
-                             static_cast<int64_t>(cache.shape(2)), float_type("cache", cache)};
-  if (found.block_size < 1 || found.row_elements < 1) refuse("cache", "is empty: shape " + shape_of(cache));
-  return found;
+  const LatentCache result = {static_cast<int64_t>(cache.shape(0)), static_cast<int64_t>(cache.shape(1)),
+                              static_cast<int64_t>(cache.shape(2)), float_type("cache", cache)};
+  if (result.block_size < 1 || result.row_elements < 1) refuse("cache", "is empty: shape " + shape_of(cache));
+  return result;
 }
 
 void check_queries(const In& latent, const In& rotary, const Out& out, const LatentCache& cache) {

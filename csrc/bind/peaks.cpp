@@ -25,12 +25,12 @@ uint64_t read_peak(const In& bytes, int64_t threads) {
 
 double product_peak(const std::string& dtype, int64_t rounds, int64_t threads) {
   constexpr const char* kNames[] = {"float32", "bfloat16", "int8"};
-  const auto found = std::find(std::begin(kNames), std::end(kNames), dtype);
-  if (found == std::end(kNames)) refuse("dtype", "must be float32, bfloat16 or int8, is '" + dtype + "'");
+  const auto named = std::find(std::begin(kNames), std::end(kNames), dtype);
+  if (named == std::end(kNames)) refuse("dtype", "must be float32, bfloat16 or int8, is '" + dtype + "'");
   if (rounds < 1) refuse("rounds", "must be at least 1, is " + std::to_string(rounds));
   const int workers = checked_threads(threads);
   nb::gil_scoped_release release;
-  return moelight::product_peak(static_cast<ProductType>(found - std::begin(kNames)), rounds, workers);
+  return moelight::product_peak(static_cast<ProductType>(named - std::begin(kNames)), rounds, workers);
 }
 
 }  // namespace

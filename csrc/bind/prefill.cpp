@@ -107,12 +107,12 @@ void check_context(PrefillArgs& args, const In& k_cache, const In& v_cache, cons
   args.tables = static_cast<const int32_t*>(tables.data()), args.table_stride = tables.stride(0);
   args.context = check_ints("context_lens", lens, args.sequences);
   const auto blocks = static_cast<int64_t>(k_cache.shape(0));
-  const int64_t room = static_cast<int64_t>(tables.shape(1)) * args.block_size;
+  const int64_t capacity = static_cast<int64_t>(tables.shape(1)) * args.block_size;
   for (int64_t s = 0; s < args.sequences; ++s) {
     const int64_t length = args.context[s];
-    if (length < 0 || length > room)
+    if (length < 0 || length > capacity)
       refuse("context_lens", "entry " + std::to_string(s) + " is " + std::to_string(length) +
-                                 ", the block table holds 0 to " + std::to_string(room));
+                                 ", the block table holds 0 to " + std::to_string(capacity));
     if (args.bounds[s] == args.bounds[s + 1]) continue;
     const int64_t first = args.window > 0 && length >= args.window ? length - args.window + 1 : 0;
     for (int64_t i = first / args.block_size; i * args.block_size < length; ++i) {

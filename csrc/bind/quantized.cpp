@@ -15,26 +15,26 @@ namespace {
 using namespace nb::literals;
 
 constexpr auto kFormats = Formats::traits();
-constexpr int64_t kMostSize = int64_t{1} << 31;
+constexpr int64_t kMaxSize = int64_t{1} << 31;
 
 int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step; }
 
 // A part of a matrix: its bytes, contiguous.
 class Part {
  public:
-  Part(const char* name, const char* what, nb::handle item, std::vector<In>& kept) : name_(name), what_(what) {
+  Part(const char* name, const char* label, nb::handle item, std::vector<In>& arrays) : name_(name), label_(label) {
     if (item.is_none()) return;
     In array;
     if (!nb::try_cast<In>(item, array) || array.device_type() != nb::device::cpu::value)
-      refuse(name, std::string("its ") + what + " must be an array in CPU memory");
+      refuse(name, std::string("its ") + label + " must be an array in CPU memory");
     int64_t expected = 1;
     for (size_t i = array.ndim(); i-- > 0; expected *= static_cast<int64_t>(array.shape(i)))
       if (array.shape(i) > 1 && array.stride(i) != expected)
-        refuse(name, std::string("its ") + what + " must be contiguous");
+        refuse(name, std::string("its ") + label + " must be contiguous");
     type_ = array.dtype();
     count_ = expected, item_bytes_ = type_.bits / 8;
     data_ = array.data();
-    kept.push_back(array);
+    arrays.push_back(array);
   }
 
   const void* data() const { return data_; }
@@ -57,14 +57,14 @@ class Part {
   }
 
  private:
-  void demand(int64_t found, int64_t expected, const char* unit) const {
-    if (data_ == nullptr) refuse(name_, std::string("its ") + what_ + " are missing");
-    if (found != expected)
-      refuse(name_, std::string("its ") + what_ + " have " + std::to_string(found) + " " + unit + ", must have " +
+  void demand(int64_t count, int64_t expected, const char* unit) const {
+    if (data_ == nullptr) refuse(name_, std::string("its ") + label_ + " are missing");
+    if (count != expected)
+      refuse(name_, std::string("its ") + label_ + " have " + std::to_string(count) + " " + unit + ", must have " +
                         std::to_string(expected));
   }
 
-  const char *name_, *what_;
+  const char *name_, *label_;
   nb::dlpack::dtype type_ = {};
   int64_t count_ = 0, item_bytes_ = 0;
   const void* data_ = nullptr;
@@ -87,9 +87,9 @@ int64_t row_bytes(const FormatTraits& format, int64_t columns) {
 }
 
 // Checks the parts by the sizes, which are in place.
-void read_parts(const char* name, const nb::tuple& from, Quantized& q, std::vector<In>& kept) {
-  const Part codes(name, "codes", from[7], kept), scales(name, "scales", from[8], kept);
-  const Part zeros(name, "zero points", from[9], kept), order(name, "groups of columns", from[10], kept);
+void read_parts(const char* name, const nb::tuple& from, Quantized& q, std::vector<In>& arrays) {
+  const Part codes(name, "codes", from[7], arrays), scales(name, "scales", from[8], arrays);
+  const Part zeros(name, "zero points", from[9], arrays), order(name, "groups of columns", from[10], arrays);
   const FormatTraits& format = *q.format;
   const int64_t per = 32 / format.bits;
   q.row_bytes = row_bytes(format, q.columns);
@@ -116,8 +116,8 @@ void read_parts(const char* name, const nb::tuple& from, Quantized& q, std::vect
 }
 
 void dequantize(nb::tuple matrix, const Out& out, int64_t threads) {
-  std::vector<In> kept;
-  const Quantized from = to_quantized("matrix", matrix, kept);
+  std::vector<In> arrays;
+  const Quantized from = to_quantized("matrix", matrix, arrays);
   check_layout("out", out, 2);
   const DType type = float_type("out", out);
   check_dim("out", out, 0, from.rows, "rows");
@@ -130,7 +130,7 @@ void dequantize(nb::tuple matrix, const Out& out, int64_t threads) {
 
 }  // namespace
 
-Quantized to_quantized(const char* name, nb::handle item, std::vector<In>& kept) {
+Quantized to_quantized(const char* name, nb::handle item, std::vector<In>& arrays) {
   const auto from = nb::cast<nb::tuple>(item);
   if (nb::len(from) != 11) refuse(name, "must be a quantised matrix");
   Quantized q = {};
@@ -139,14 +139,14 @@ Quantized to_quantized(const char* name, nb::handle item, std::vector<In>& kept)
   q.rows = nb::cast<int64_t>(from[2]), q.columns = nb::cast<int64_t>(from[3]);
   q.group_rows = nb::cast<int64_t>(from[5]);
   if (q.rows < 1 || q.columns < 1) refuse(name, "is empty");
-  if (q.rows > kMostSize || q.columns > kMostSize || q.group_rows < 0) refuse(name, "has a size that is not read");
+  if (q.rows > kMaxSize || q.columns > kMaxSize || q.group_rows < 0) refuse(name, "has a size that is not read");
   const auto group = q.format->group != 0 ? q.format->group : nb::cast<int64_t>(from[4]);
   q.group = group < 1 ? q.columns : std::min(group, q.columns);
   q.groups = up_to(q.columns, q.group);
   const int64_t row_step = q.format->row_step, column_step = q.format->column_step;
   if (q.rows % row_step != 0) refuse(name, "needs a multiple of " + std::to_string(row_step) + " rows");
   if (q.columns % column_step != 0) refuse(name, "needs a multiple of " + std::to_string(column_step) + " columns");
-  read_parts(name, from, q, kept);
+  read_parts(name, from, q, arrays);
   return q;
 }
 

@@ -11,8 +11,8 @@ namespace moelight::bind {
 
 inline bool is_quantized(nb::handle item) { return nb::isinstance<nb::tuple>(item); }
 
-// The matrix, whose arrays live as long as those in `kept`.
-Quantized to_quantized(const char* name, nb::handle item, std::vector<In>& kept);
+// The matrix, whose arrays live as long as those in `arrays`.
+Quantized to_quantized(const char* name, nb::handle item, std::vector<In>& arrays);
 
 // Whether two matrices have one format and size.
 bool alike(const Quantized& a, const Quantized& b);

@@ -71,8 +71,8 @@ ReadRequest::Done make_done(const nb::object& callback) {
 
 ReadRequest::Arrange make_arrange(std::vector<Table> tables) {
   if (tables.empty()) return nullptr;
-  return [tables = std::move(tables)](char* room, int64_t bytes) {
-    for (const Table& table : tables) turn(table, room, bytes);
+  return [tables = std::move(tables)](char* buffer, int64_t bytes) {
+    for (const Table& table : tables) turn(table, buffer, bytes);
   };
 }
 
@@ -92,12 +92,12 @@ std::shared_ptr<ReadRequest> submit(FileReader& reader, const std::vector<int64_
 
 nb::dict counts(const FileReader& reader) {
   const ReadCounts counts = reader.counts();
-  nb::dict found;
-  found["bytes"] = counts.bytes;
-  found["copied_bytes"] = counts.copied_bytes;
-  found["reads"] = counts.reads;
-  found["busy_s"] = counts.busy_s;
-  return found;
+  nb::dict result;
+  result["bytes"] = counts.bytes;
+  result["copied_bytes"] = counts.copied_bytes;
+  result["reads"] = counts.reads;
+  result["busy_s"] = counts.busy_s;
+  return result;
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 
 namespace moelight::bind {
 
-// The table `item` in the memory of `dest`, which can be turned in `room_bytes`.
-Table to_table(const char* name, nb::handle item, const Out& dest, int64_t room_bytes);
+// The table `item` in the memory of `dest`, which can be turned in `buffer_bytes`.
+Table to_table(const char* name, nb::handle item, const Out& dest, int64_t buffer_bytes);
 
 }  // namespace moelight::bind

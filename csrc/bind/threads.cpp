@@ -13,9 +13,9 @@ namespace {
 using namespace nb::literals;
 
 std::shared_ptr<ThreadTeam> make_team(int64_t threads, std::vector<Place> places) {
-  for (const Place& place : places) {
-    if (place.empty()) refuse("places", "each must name a processor");
-    for (const int processor : place)
+  for (const Place& cpus : places) {
+    if (cpus.empty()) refuse("places", "each must name a processor");
+    for (const int processor : cpus)
       if (processor < 0 || processor >= (1 << 16)) refuse("places", "a processor is " + std::to_string(processor));
   }
   if (!places.empty() && static_cast<int64_t>(places.size()) != threads)

@@ -17,8 +17,8 @@ const DeltaKernels& active_kernels() { return MOELIGHT_ACTIVE(delta)(); }
 constexpr int64_t kStatesPerThread = int64_t{1} << 17;
 constexpr int64_t kRowsPerThread = int64_t{1} << 15;
 
-int useful_threads(int threads, int64_t numbers, int64_t each) {
-  return static_cast<int>(std::clamp<int64_t>(numbers / each, 1, threads));
+int useful_threads(int threads, int64_t values, int64_t per_thread) {
+  return static_cast<int>(std::clamp<int64_t>(values / per_thread, 1, threads));
 }
 
 float* floats(int64_t count) {
@@ -53,8 +53,8 @@ void causal_conv(const ConvArgs& args) {
       break;
   }
   const auto conv = active_kernels().conv[static_cast<int>(args.dtype)];
-  const int64_t numbers = args.starts[args.sequences] * args.channels;
-  parallel_for(useful_threads(args.threads, numbers, kRowsPerThread), args.sequences * blocks,
+  const int64_t values = args.starts[args.sequences] * args.channels;
+  parallel_for(useful_threads(args.threads, values, kRowsPerThread), args.sequences * blocks,
                [&](int64_t task, int worker) {
                  const int64_t first = task % blocks * kConvChannels;
                  conv(args, weights, bias, task / blocks, first, std::min(kConvChannels, args.channels - first),
@@ -66,9 +66,9 @@ void delta_rule(const DeltaArgs& args) {
   const int64_t scratch = delta_scratch(args);
   float* const apart = floats(args.threads * scratch);
   const auto rule = active_kernels().rule[static_cast<int>(args.dtype)];
-  const int64_t numbers = args.starts[args.sequences] * args.heads * args.key_dim * args.value_dim;
+  const int64_t values = args.starts[args.sequences] * args.heads * args.key_dim * args.value_dim;
   parallel_for(
-      useful_threads(args.threads, numbers, kStatesPerThread), args.sequences * args.heads,
+      useful_threads(args.threads, values, kStatesPerThread), args.sequences * args.heads,
       [&](int64_t task, int worker) { rule(args, task / args.heads, task % args.heads, apart + worker * scratch); });
 }
 

@@ -13,7 +13,7 @@ namespace moelight {
 
 struct ConvArgs {
   DType dtype;
-  int64_t sequences, channels, taps;  // taps is at most kMostTaps
+  int64_t sequences, channels, taps;  // taps is at most kMaxTaps
   const int32_t* starts;              // [B + 1]
   const void* x;                      // [T, C]
   int64_t x_stride;
@@ -26,7 +26,7 @@ struct ConvArgs {
   int threads;
 };
 
-constexpr int64_t kMostTaps = 16;
+constexpr int64_t kMaxTaps = 16;
 
 // out[t][c] = bias[c] + sum over j of weight[c][j] x[t - K + 1 + j][c], rounded, then silu of it if asked for.
 void causal_conv(const ConvArgs& args);

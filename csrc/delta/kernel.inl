@@ -32,8 +32,8 @@ void widen_normed(const T* x, int64_t count, float length, float* out) {
   std::fill(out + count, out + padded_floats(count), 0.0f);
   auto squares = S::zero();
   for (int64_t i = 0; i < count; i += S::kWidth) {
-    const auto each = S::load(out + i);
-    squares = S::fma(each, each, squares);
+    const auto value = S::load(out + i);
+    squares = S::fma(value, value, squares);
   }
   const auto factor = S::set(length / std::sqrt(S::reduce_add(squares) + kEps));
   for (int64_t i = 0; i < count; i += S::kWidth) S::store(out + i, S::mul(S::load(out + i), factor));
@@ -151,8 +151,8 @@ void silu_rounded(float* x, int64_t count) {
   narrow(x, count, rounded);
   widen(rounded, count, x);
   for (int64_t i = 0; i < count; i += S::kWidth) {
-    const auto each = S::load(x + i);
-    S::store(x + i, S::mul(each, sigmoid<S>(each)));
+    const auto value = S::load(x + i);
+    S::store(x + i, S::mul(value, sigmoid<S>(value)));
   }
 }
 
@@ -161,23 +161,23 @@ void conv(const ConvArgs& args, const float* weights, const float* bias, int64_t
           float* scratch) {
   const int64_t taps = args.taps, begin = args.starts[sequence], end = args.starts[sequence + 1];
   T* const state = static_cast<T*>(args.states[sequence]) + first;
-  float *ring[kMostTaps], *const sums = scratch + taps * kConvChannels;
+  float *ring[kMaxTaps], *const sums = scratch + taps * kConvChannels;
   std::fill(scratch, scratch + conv_scratch(taps), 0.0f);
   for (int64_t j = 0; j < taps; ++j) ring[j] = scratch + j * kConvChannels;
   for (int64_t j = 1; j < taps; ++j) widen(state + (j - 1) * args.channels, count, ring[j]);
-  const int64_t whole = count / S::kWidth * S::kWidth;
+  const int64_t full = count / S::kWidth * S::kWidth;
   const auto sum = [&](auto lanes, int64_t c) {
     using L = decltype(lanes);
-    auto found = L::load(bias + first + c);
+    auto total = L::load(bias + first + c);
     for (int64_t j = 0; j < taps; ++j)
-      found = L::fma(L::load(weights + j * args.channels + first + c), L::load(ring[j] + c), found);
-    L::store(sums + c, found);
+      total = L::fma(L::load(weights + j * args.channels + first + c), L::load(ring[j] + c), total);
+    L::store(sums + c, total);
   };
   for (int64_t t = begin; t < end; ++t) {
     std::rotate(ring, ring + 1, ring + taps);
     widen(static_cast<const T*>(args.x) + t * args.x_stride + first, count, ring[taps - 1]);
-    for (int64_t c = 0; c < whole; c += S::kWidth) sum(S{}, c);
-    for (int64_t c = whole; c < count; ++c) sum(Scalar{}, c);
+    for (int64_t c = 0; c < full; c += S::kWidth) sum(S{}, c);
+    for (int64_t c = full; c < count; ++c) sum(Scalar{}, c);
     if (args.silu) silu_rounded<S, T>(sums, count);
     narrow(sums, count, static_cast<T*>(args.out) + t * args.out_stride + first);
   }

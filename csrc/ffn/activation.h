@@ -8,8 +8,8 @@ namespace moelight {
 namespace {
 
 template <class S>
-typename S::V at_most(typename S::V x, float most) {
-  return S::sub(S::zero(), S::max(S::set(-most), S::sub(S::zero(), x)));
+typename S::V at_most(typename S::V x, float bound) {
+  return S::sub(S::zero(), S::max(S::set(-bound), S::sub(S::zero(), x)));
 }
 
 template <class S>

@@ -11,7 +11,7 @@ Kernel kernel_of(WeightType weight, void (*floats)(const Product&, void*, float*
           .gap_bytes = 0,
           .token_step = 1,
           .in_place = true,
-          .scratch_bytes = std::max(kRows * kBufferRow<P>, kStreamRoom<P>),
+          .scratch_bytes = std::max(kRows * kBufferRow<P>, kStreamBytes<P>),
           .multiply = weight == WeightType::kQuantized ? multiply_quantized<P> : floats,
           .multiply_transposed = nullptr,
           .turn = nullptr,

@@ -177,7 +177,7 @@ void all_tokens(const Rows& rows, int64_t tokens, const char* x, int64_t x_bytes
 // ---------------------------------------------------------------------------------------------------------------------
 
 // A tile of rows in a block of K: where it lies, and what is read after it.
-struct Place {
+struct TilePosition {
   int64_t row, first, size;
   Ahead ahead;
 };
@@ -189,17 +189,17 @@ inline int64_t rows_ahead(const Product& p, int64_t step, int64_t bytes) {
 
 // The product tile by tile. Rows of eight whose block is whole are read in place if the lanes take pairs.
 template <class P>
-void multiply_tile(const Product& p, const Place& at, char* buffer, float* sums) {
+void multiply_tile(const Product& p, const TilePosition& at, char* buffer, float* sums) {
   const char* const x = p.x + 2 * at.first;
   Rows rows = {p.weight + at.row * p.row_bytes + 2 * at.first, p.row_bytes, 2 * rounded(at.size, kPairStep), at.ahead};
-  const int64_t whole = p.rows - at.row < kRows ? p.rows - at.row : kRows;
+  const int64_t row_count = p.rows - at.row < kRows ? p.rows - at.row : kRows;
   constexpr bool kLines = P::kLineBytes != kStepBytes;  // which are not as bf16 is stored
-  if (kLines || whole < kRows || at.size % kPairStep != 0) {
+  if (kLines || row_count < kRows || at.size % kPairStep != 0) {
     const char* ahead = at.ahead.data == nullptr ? p.weight : at.ahead.data;
     const int64_t lead = at.ahead.data == nullptr ? 0 : at.ahead.stride != 0 ? at.ahead.stride : 2 * at.size;
     for (int64_t r = 0; r < kRows; ++r, ahead += lead) {
       // A short last tile repeats its last row; nobody reads those sums.
-      const int64_t row = at.row + (r < whole ? r : whole - 1);
+      const int64_t row = at.row + (r < row_count ? r : row_count - 1);
       convert_row<P>(p, row, at.first, at.size, ahead, buffer + r * kBufferRow<P>);
     }
     rows.data = buffer, rows.stride = kBufferRow<P>, rows.bytes = rows.bytes / kStepBytes * P::kLineBytes;
@@ -212,7 +212,7 @@ void multiply_tile(const Product& p, const Place& at, char* buffer, float* sums)
 // ahead, line after line; where that is too much to lie beside this one, it is the next block.
 template <class P>
 void multiply_rows(const Product& p, char* buffer, float* sums) {
-  const Blocks blocks(p.depth);
+  const DepthBlocks blocks(p.depth);
   const int64_t tiles = (p.rows + kRows - 1) / kRows, tile_bytes = kRows * p.row_bytes;
   const bool by_tiles = blocks.count == 1 || tile_bytes <= 2 * kLeadBytes;
   const int64_t lead = by_tiles ? std::min(tiles, (kLeadBytes + tile_bytes - 1) / tile_bytes) : 1;
@@ -235,7 +235,7 @@ void multiply_rows(const Product& p, char* buffer, float* sums) {
 // All tiles of one block, then the next.
 template <class P>
 void multiply_blocks(const Product& p, char* buffer, float* sums) {
-  const Blocks blocks(p.depth);
+  const DepthBlocks blocks(p.depth);
   for (int64_t first = 0; first < p.depth; first += blocks.size) {
     const int64_t size = std::min(blocks.size, p.depth - first);
     for (int64_t row = 0; row < p.rows; row += kRows) {
@@ -266,7 +266,7 @@ void multiply(const Product& p, void* scratch, float* sums) {
 template <class P>
 void multiply_unpacked(const Product& p, void* scratch, float* sums) {
   auto* const buffer = static_cast<char*>(scratch);
-  const Blocks blocks(p.depth);
+  const DepthBlocks blocks(p.depth);
   const auto meet = [&](int64_t row, int64_t first, bool by_rows) {
     const int64_t size = std::min(blocks.size, p.depth - first), rows = std::min<int64_t>(kRows, p.rows - row);
     const int64_t ahead = rows_ahead(p, kRows, kLeadBytes), lead = p.lead_of(row, ahead);

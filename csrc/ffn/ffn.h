@@ -57,7 +57,7 @@ struct Weight {
   const Quantized* quantized = nullptr;
   int64_t first_row = 0;
 
-  bool given() const { return data != nullptr || quantized != nullptr; }
+  bool present() const { return data != nullptr || quantized != nullptr; }
 };
 
 // Rows of activations, of the type of x; strides in elements.

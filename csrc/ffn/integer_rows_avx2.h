@@ -37,13 +37,13 @@ struct StoredRow {
   const uint8_t* line = p.quantized->codes + row * p.quantized->row_bytes;
 
   const char* token(int t) const { return p.x + t * p.x_bytes; }
-  __m256i numbers(int t, int64_t k) const { return bytes_at(reinterpret_cast<const uint8_t*>(token(t)) + k); }
+  __m256i values(int t, int64_t k) const { return bytes_at(reinterpret_cast<const uint8_t*>(token(t)) + k); }
 
   // As tokens stand: with magnitudes of signed codes, or with codes as they are.
   __m256i codes(int64_t k) const {
     if constexpr (std::is_same_v<Format, formats::Packed<4>>) {
-      const __m128i both = half_bytes_at(line + k / 2), mask = _mm_set1_epi8(15);
-      const __m128i low = _mm_and_si128(both, mask), high = _mm_and_si128(_mm_srli_epi16(both, 4), mask);
+      const __m128i packed = half_bytes_at(line + k / 2), mask = _mm_set1_epi8(15);
+      const __m128i low = _mm_and_si128(packed, mask), high = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
       return _mm256_set_m128i(_mm_unpackhi_epi32(low, high), _mm_unpacklo_epi32(low, high));
     }
     const __m256i codes = panel_codes<Format>(line, k);
@@ -54,12 +54,12 @@ struct StoredRow {
   void group(int64_t k, int64_t size, int32_t zero, int32_t (&sum)[kTokens]) const {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i lanes[kTokens];
-    for (auto& each : lanes) each = _mm256_setzero_si256();
+    for (auto& lane : lanes) lane = _mm256_setzero_si256();
     for (int64_t i = k; i < k + size; i += 32) {
       const __m256i some = codes(i);
 #pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) {
-        const __m256i x = numbers(t, i);
+        const __m256i x = values(t, i);
         if constexpr (kBytes) {
           const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(some), _mm256_sign_epi8(x, some));
           lanes[t] = _mm256_add_epi32(lanes[t], _mm256_madd_epi16(pairs, ones));
@@ -97,7 +97,7 @@ struct StoredRow {
       const IntegerParts block = Format::parts(Format::block_of(*p.quantized, row, k));
       constexpr int kSteps = Format::kLeast ? 2 : 1;  // sixteen columns each that share one
       __m256i lanes[kTokens];
-      for (auto& each : lanes) each = _mm256_setzero_si256();
+      for (auto& lane : lanes) lane = _mm256_setzero_si256();
       for (int64_t i = 0; i < 8; ++i) {
         const __m256i some = codes(k + 32 * i);
         const __m128i first = _mm_set1_epi16(static_cast<int16_t>(block.steps[2 * i / kSteps]));
@@ -105,7 +105,7 @@ struct StoredRow {
         const __m256i step = _mm256_set_m128i(second, first);
 #pragma GCC unroll 4
         for (int t = 0; t < kTokens; ++t) {
-          const __m256i pairs = _mm256_maddubs_epi16(some, numbers(t, k + 32 * i));
+          const __m256i pairs = _mm256_maddubs_epi16(some, values(t, k + 32 * i));
           lanes[t] = _mm256_add_epi32(lanes[t], _mm256_madd_epi16(pairs, step));
         }
       }

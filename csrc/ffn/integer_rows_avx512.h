@@ -9,7 +9,7 @@
 //   kChunk, kLines    columns whose codes are read together, as kLines vectors in the order of arrange()
 //   kChunks           of them in a stage, which has kStageGroups groups
 //   kParted           parts of a group have steps, which weigh the products of words
-//   kMostTokens       with more of them panels are filled in less time than whole sums take to cross lanes; those of
+//   kMaxTokens        with more of them panels are filled in less time than whole sums take to cross lanes; those of
 //                     parts cross once a block
 //   at(r, k)          where the bytes of column k of row r are, kBytes of a chunk
 //   codes(r, k, to)   those of row r from column k on; nothing is read behind the row
@@ -23,8 +23,8 @@ namespace {
 
 constexpr int kSideRows = 4;
 constexpr int64_t kStageGroups = 4;
-constexpr int64_t kStoredLead = 8 << 10;  // bytes ahead that memory is asked for
-constexpr int64_t kLinesRoom = 28 << 10;  // of tokens
+constexpr int64_t kStoredLead = 8 << 10;   // bytes ahead that memory is asked for
+constexpr int64_t kLinesBytes = 28 << 10;  // of tokens
 
 // The sums of each quarter of four vectors, those of a quarter beside each other.
 inline __m512i across_quarters(__m512i a, __m512i b, __m512i c, __m512i d) {
@@ -63,7 +63,7 @@ enum class LineOrder { kPlain, kEvenOdd, kQuarters, kHalves };
 
 // Where the four rows are; a last one stands for those that are missing.
 struct SideRows {
-  static constexpr int64_t kMostTokens = 2;
+  static constexpr int64_t kMaxTokens = 2;
   const Quantized& q;
   int64_t row[kSideRows];
   const uint8_t* line[kSideRows];
@@ -75,11 +75,11 @@ struct SideRows {
   }
   // float16 at byte `at` of four blocks of `bytes` from the block-th on; absent ones are as the last.
   __m512 halves(int64_t block, int64_t bytes, int64_t at, int64_t left) const {
-    alignas(32) uint16_t found[16];
+    alignas(32) uint16_t halves[16];
     for (int64_t b = 0; b < kStageGroups; ++b)
       for (int64_t r = 0; r < kSideRows; ++r)
-        std::memcpy(found + 4 * b + r, line[r] + (block + std::min(b, left - 1)) * bytes + at, 2);
-    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(found)));
+        std::memcpy(halves + 4 * b + r, line[r] + (block + std::min(b, left - 1)) * bytes + at, 2);
+    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(halves)));
   }
 };
 
@@ -90,7 +90,7 @@ struct GroupedRows : SideRows {
   static constexpr bool kWordsOfNibbles = std::is_same_v<Format, formats::Packed<4>>;
   IntegerForm form;
   bool shared, by_groups, by_words;
-  StageFloats whole = {};  // of rows that are one group
+  StageFloats row_floats = {};  // of rows that are one group
 
   GroupedRows(const Quantized& q, const IntegerForm& form, int64_t first, int64_t count)
       : SideRows(q, first, count),
@@ -99,12 +99,12 @@ struct GroupedRows : SideRows {
         by_groups(kE2m1<Format> ||
                   (q.group == kGroup && (Format::kTraits.scales == Scales::kByRows || q.group_rows == 1))),
         by_words(kWordsOfNibbles && first % kSideRows == 0 && count == kSideRows) {
-    if (shared) whole = plain(0, 1, true);
+    if (shared) row_floats = plain(0, 1, true);
   }
   StageFloats floats(int64_t k, int64_t left) const {
-    if (shared) return whole;
+    if (shared) return row_floats;
     if (!by_groups || (form.zero < 0 && !by_words)) return plain(k, left, false);
-    StageFloats found = {};
+    StageFloats result = {};
     const int64_t group = k / kGroup;
     const auto some = static_cast<__mmask16>((1u << left) - 1);
     __m128 scales[kSideRows];
@@ -114,13 +114,13 @@ struct GroupedRows : SideRows {
                                                        : scales16(q, at, some));
     }
     const auto words = [&](int r) { return _mm_castps_si128(scales[r]); };
-    found.scale = _mm512_castsi512_ps(turned_quarters(four_quarters(words(0), words(1), words(2), words(3))));
-    if (form.zero >= 0) return found;
+    result.scale = _mm512_castsi512_ps(turned_quarters(four_quarters(words(0), words(1), words(2), words(3))));
+    if (form.zero >= 0) return result;
     const int shift = static_cast<int>(4 * (row[0] % 8));
     const __m512i places = _mm512_broadcast_i32x4(_mm_setr_epi32(shift, shift + 4, shift + 8, shift + 12));
     const __m512i zeros = spread_quarters(q.zeros + 4 * (row[0] / 8 * q.groups + group), left);
-    found.zero = _mm512_and_si512(_mm512_srlv_epi32(zeros, places), _mm512_set1_epi32(15));
-    return found;
+    result.zero = _mm512_and_si512(_mm512_srlv_epi32(zeros, places), _mm512_set1_epi32(15));
+    return result;
   }
 
  private:
@@ -151,8 +151,8 @@ struct NibbleRows : GroupedRows<Format, kGroup> {
   static constexpr int kLines = 2, kChunks = kGroup / 32;
   const uint8_t* at(int r, int64_t k) const { return this->line[r] + k / 2; }
   void codes(int r, int64_t k, __m512i (&to)[kLines]) const {
-    const __m512i both = load_left(at(r, k), this->q.row_bytes - k / 2);
-    const __m512i low = low_halves(both), high = high_halves(both);
+    const __m512i packed = load_left(at(r, k), this->q.row_bytes - k / 2);
+    const __m512i low = low_halves(packed), high = high_halves(packed);
     to[0] = kE2m1<Format> ? e2m1_codes(low) : low, to[1] = kE2m1<Format> ? e2m1_codes(high) : high;
   }
 };
@@ -193,8 +193,8 @@ struct BlockRows : SideRows {
       to[0] = unsigned_bytes(left < 2 ? low : _mm512_inserti64x4(low, bytes32(from + kBlock), 1));
     } else {
       const auto block = [&](int64_t i) { return i < left ? bytes16(from + i * kBlock) : _mm_setzero_si128(); };
-      const __m512i both = four_quarters(block(0), block(1), block(2), block(3));
-      const __m512i low = low_halves(both), high = high_halves(both);
+      const __m512i packed = four_quarters(block(0), block(1), block(2), block(3));
+      const __m512i low = low_halves(packed), high = high_halves(packed);
       to[0] = kE2m1<Format> ? e2m1_codes(low) : low, to[1] = kE2m1<Format> ? e2m1_codes(high) : high;
     }
   }
@@ -231,7 +231,7 @@ template <bool kFive>
 struct KRows : SideRows {
   static constexpr bool kParted = true, kLeast = true;
   static constexpr LineOrder kOrder = LineOrder::kHalves;
-  static constexpr int64_t kMostTokens = kFive ? 4 : 2;
+  static constexpr int64_t kMaxTokens = kFive ? 4 : 2;
   static constexpr int64_t kChunk = 256, kBlock = kFive ? 176 : 144, kCodes = kFive ? 48 : 16, kBytes = kBlock;
   static constexpr int kLines = 4, kChunks = 4;
 
@@ -246,8 +246,8 @@ struct KRows : SideRows {
     if constexpr (kFive) fifth = _mm512_broadcast_i64x4(bytes32(from + 16));
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const __m512i both = load64(from + kCodes + 64 * half);
-      to[2 * half] = low_halves(both), to[2 * half + 1] = high_halves(both);
+      const __m512i packed = load64(from + kCodes + 64 * half);
+      to[2 * half] = low_halves(packed), to[2 * half + 1] = high_halves(packed);
       if constexpr (kFive) {
         // Bit `part` of each byte to its bit 4.
         const auto above = [&](int part) {
@@ -277,7 +277,7 @@ struct KRows : SideRows {
 struct K6Rows : SideRows {
   static constexpr bool kParted = true, kLeast = false;
   static constexpr LineOrder kOrder = LineOrder::kPlain;
-  static constexpr int64_t kMostTokens = 4;
+  static constexpr int64_t kMaxTokens = 4;
   static constexpr int64_t kChunk = 256, kBlock = 210, kBytes = kBlock;
   static constexpr int kLines = 4, kChunks = 4;
 
@@ -294,12 +294,12 @@ struct K6Rows : SideRows {
           _mm512_permutexvar_epi16(_mm512_add_epi16(quarters, _mm512_set1_epi16(static_cast<int16_t>(4 * i))), parts);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const __m512i both = load64(from + 64 * half);
+      const __m512i packed = load64(from + 64 * half);
       const __m512i bits = _mm512_broadcast_i64x4(bytes32(from + 128 + 32 * half));
       const __m512i two = _mm512_srlv_epi32(bits, _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2));
       const __m512i upper = _mm512_set1_epi8(48);
-      to[2 * half] = _mm512_or_si512(low_halves(both), _mm512_and_si512(_mm512_slli_epi32(two, 4), upper));
-      to[2 * half + 1] = _mm512_or_si512(high_halves(both), _mm512_and_si512(two, upper));
+      to[2 * half] = _mm512_or_si512(low_halves(packed), _mm512_and_si512(_mm512_slli_epi32(two, 4), upper));
+      to[2 * half + 1] = _mm512_or_si512(high_halves(packed), _mm512_and_si512(two, upper));
     }
   }
   // What codes are too large by: 32 times the steps times the parts' sums, which are given as -32 times those.
@@ -363,9 +363,9 @@ struct StoredProduct {
 
 // Of four rows, by chunks of columns and then by tokens.
 struct RowSums {
-  static constexpr int64_t kMost = 64;
-  alignas(64) __m512i whole[kMost][kSideRows];
-  alignas(64) __m128i low[kMost][kSideRows];
+  static constexpr int64_t kMaxChunks = 64;
+  alignas(64) __m512i full[kMaxChunks][kSideRows];
+  alignas(64) __m128i low[kMaxChunks][kSideRows];
 };
 
 // The sums of one row from column `first` to `end`, chunk by chunk, fetching what lies `lead` bytes ahead: the row is
@@ -393,17 +393,17 @@ inline __attribute__((always_inline)) void one_row(const StoredProduct& of, cons
     for (int l = 0; l < F::kLines; ++l) {
 #pragma GCC unroll 4
       for (int c = 0; c < kTokens; ++c) {
-        const __m512i numbers = _mm512_load_si512(lines + 64 * (l * kTokens + c));
+        const __m512i values = _mm512_load_si512(lines + 64 * (l * kTokens + c));
         if constexpr (F::kParted) {
-          sum[c] = dot_words(sum[c], _mm512_maddubs_epi16(codes[l], numbers), steps[l]);
+          sum[c] = dot_words(sum[c], _mm512_maddubs_epi16(codes[l], values), steps[l]);
         } else {
-          sum[c] = dot_bytes(sum[c], codes[l], numbers);
+          sum[c] = dot_bytes(sum[c], codes[l], values);
         }
       }
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kTokens; ++c) {
-      to.whole[i + c][r] = sum[c];
+      to.full[i + c][r] = sum[c];
       if constexpr (F::kLeast) to.low[i + c][r] = rows.low(r, k, of.token(c) + of.layout.sums());
     }
   }
@@ -419,14 +419,14 @@ inline __m512i stage_sums(const __m512i (&of)[kChunks]) {
 // Adds the sums of four rows, a word each of which the groups from column k on are the quarters.
 template <class F>
 inline __m128 add_groups(const StoredProduct& of, const char* x, int64_t k, int64_t left, const StageFloats& by,
-                         __m512i whole, __m512i low, __m128 sums) {
+                         __m512i full, __m512i low, __m128 sums) {
   using S = Unfused<Avx512>;
   const int64_t group = k / of.form.group;
   if constexpr (!F::kParted) {
     const __m512i minus = spread_quarters(x + of.layout.sums() + 4 * group, left);
-    whole = _mm512_add_epi32(whole, of.form.zero >= 0 ? minus : _mm512_mullo_epi32(by.zero, minus));
+    full = _mm512_add_epi32(full, of.form.zero >= 0 ? minus : _mm512_mullo_epi32(by.zero, minus));
   }
-  __m512 value = S::mul(_mm512_cvtepi32_ps(whole), by.scale);
+  __m512 value = S::mul(_mm512_cvtepi32_ps(full), by.scale);
   if constexpr (F::kLeast) value = S::sub(value, S::mul(_mm512_cvtepi32_ps(low), by.least));
   value = S::mul(value, _mm512_castsi512_ps(spread_quarters(x + of.layout.scales() + 4 * group, left)));
   sums = _mm_add_ps(sums, _mm512_castps512_ps128(value));
@@ -437,9 +437,9 @@ inline __m128 add_groups(const StoredProduct& of, const char* x, int64_t k, int6
 }
 
 template <class F, int kTokens>
-void four_rows(const StoredProduct& of, int64_t row, RowSums& found, float* to) {
+void four_rows(const StoredProduct& of, int64_t row, RowSums& row_sums, float* to) {
   constexpr int kChunks = F::kChunks;
-  constexpr int64_t kStage = kChunks * F::kChunk, kColumns = RowSums::kMost / kTokens * F::kChunk;
+  constexpr int64_t kStage = kChunks * F::kChunk, kColumns = RowSums::kMaxChunks / kTokens * F::kChunk;
   static_assert(kColumns % kStage == 0);
   const Product& p = of.p;
   const F rows(*p.quantized, of.form, p.first_row + row, std::min<int64_t>(kSideRows, p.rows - row));
@@ -450,25 +450,25 @@ void four_rows(const StoredProduct& of, int64_t row, RowSums& found, float* to) 
   for (int c = 0; c < kTokens; ++c) sums[c] = _mm_loadu_ps(to + std::min<int64_t>(c, p.tokens - 1) * kUnitRows);
   for (int64_t first = 0, end; first < p.depth; first = end) {
     end = std::min(first + kColumns, p.depth);
-    for (int r = 0; r < kSideRows; ++r) one_row<F, kTokens>(of, rows, r, first, end, lead, found);
+    for (int r = 0; r < kSideRows; ++r) one_row<F, kTokens>(of, rows, r, first, end, lead, row_sums);
     for (int64_t k = first, at = 0; k < end; k += kStage, at += kChunks * kTokens) {
       const int64_t left = std::min(kStageGroups, (end - k + of.form.group - 1) / of.form.group);
       const int64_t chunks = std::min<int64_t>(kChunks, (end - k + F::kChunk - 1) / F::kChunk);
       const StageFloats by = rows.floats(k, left);
 #pragma GCC unroll 4
       for (int c = 0; c < kTokens; ++c) {
-        __m512i whole[kChunks], low[kChunks];
+        __m512i full[kChunks], low[kChunks];
 #pragma GCC unroll 4
         for (int i = 0; i < kChunks; ++i) {
           const int64_t from =
               at + std::min<int64_t>(i, chunks - 1) * kTokens + c;  // of none that is there nobody asks
-          const auto& four = found.whole[from];
-          whole[i] = across_quarters(four[0], four[1], four[2], four[3]);
-          if constexpr (F::kLeast) low[i] = _mm512_load_si512(found.low[from]);
+          const auto& four = row_sums.full[from];
+          full[i] = across_quarters(four[0], four[1], four[2], four[3]);
+          if constexpr (F::kLeast) low[i] = _mm512_load_si512(row_sums.low[from]);
         }
         __m512i lows = _mm512_setzero_si512();
         if constexpr (F::kLeast) lows = turned_quarters(across_quarters(low[0], low[1], low[2], low[3]));
-        sums[c] = add_groups<F>(of, of.token(c), k, left, by, stage_sums(whole), lows, sums[c]);
+        sums[c] = add_groups<F>(of, of.token(c), k, left, by, stage_sums(full), lows, sums[c]);
       }
     }
   }
@@ -479,8 +479,8 @@ template <class F, int kTokens>
 void stored_rows(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char* scratch, float* sums) {
   arrange<F::kOrder>(p, layout.columns, kTokens, scratch);
   const StoredProduct of = {p, form, layout, scratch};
-  auto& found = *reinterpret_cast<RowSums*>(scratch + kLinesRoom);
-  for (int64_t row = 0; row < p.rows; row += kSideRows) four_rows<F, kTokens>(of, row, found, sums + row);
+  auto& row_sums = *reinterpret_cast<RowSums*>(scratch + kLinesBytes);
+  for (int64_t row = 0; row < p.rows; row += kSideRows) four_rows<F, kTokens>(of, row, row_sums, sums + row);
 }
 
 // False where the product is left to panels.
@@ -488,11 +488,11 @@ template <class F>
 bool by_stored_rows(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char* scratch,
                     float* sums) {
   const int64_t count = p.tokens == 3 ? 4 : p.tokens;
-  if (count > F::kMostTokens) return false;
-  if (count * ((layout.columns + 127) / 128 * 128) > kLinesRoom) return false;
+  if (count > F::kMaxTokens) return false;
+  if (count * ((layout.columns + 127) / 128 * 128) > kLinesBytes) return false;
   if (count == 1) return stored_rows<F, 1>(p, form, layout, scratch, sums), true;
   if (count == 2) return stored_rows<F, 2>(p, form, layout, scratch, sums), true;
-  if constexpr (F::kMostTokens == 4) stored_rows<F, 4>(p, form, layout, scratch, sums);
+  if constexpr (F::kMaxTokens == 4) stored_rows<F, 4>(p, form, layout, scratch, sums);
   return true;
 }
 

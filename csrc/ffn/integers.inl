@@ -64,17 +64,17 @@ void quantise(const Quantized& like, const void* x, int64_t x_bytes, int64_t cou
     std::memset(to + like.columns / 8 * 8, 0, static_cast<size_t>(layout.columns - like.columns / 8 * 8));
     for (int64_t k = 0, g = 0; k < like.columns; k += form.group, ++g) {
       const int64_t size = std::min(form.group, like.columns - k);
-      alignas(64) float numbers[kMostGroup];
+      alignas(64) float values[kMostGroup];
       uint32_t largest = 0;  // bits of magnitudes stand in their order
       for (int64_t i = 0; i < size; ++i) {
-        numbers[i] = to_float(from[k + i]);
-        largest = std::max(largest, to_bits(numbers[i]) & 0x7fffffff);
+        values[i] = to_float(from[k + i]);
+        largest = std::max(largest, to_bits(values[i]) & 0x7fffffff);
       }
       const Rounding by(from_bits(largest));
       std::memcpy(to + layout.scales() + 4 * g, &by.scale, 4);
       for (int64_t i = 0; i < size; i += form.part) {
         const int64_t some = std::min(form.part, size - i);
-        const int32_t sum = L::round(numbers + i, some, by.factor, form.pairs, reinterpret_cast<int8_t*>(to + k + i));
+        const int32_t sum = L::round(values + i, some, by.factor, form.pairs, reinterpret_cast<int8_t*>(to + k + i));
         const int64_t part = (k + i) / form.part;
         if (form.least) {
           const auto narrow = static_cast<int16_t>(sum);
@@ -104,7 +104,7 @@ inline int32_t round_plainly(const float* from, int64_t size, float factor, bool
 
 // Of a processor without tiles.
 struct NoTiles {
-  static constexpr bool kGiven = false;
+  static constexpr bool kAvailable = false;
 };
 
 constexpr int64_t kTileTokens = 16;
@@ -116,7 +116,7 @@ struct PartSums {
 
 // What a tile is: all rows of a panel times kCount tokens. kSummed: the products of each part are summed already.
 template <class L, int kCount, bool kSummed>
-struct Tile {
+struct SumTile {
   using S = typename L::Simd;
   static constexpr int kVectors = L::kVectors;
   static constexpr int64_t kLanes = S::kWidth;
@@ -130,20 +130,20 @@ struct Tile {
   const int32_t* summed;  // of the next part, [kTileTokens][kPanelRows]
 
   template <class F>
-  static inline __attribute__((always_inline)) void each(F&& body) {
+  static inline __attribute__((always_inline)) void for_each(F&& body) {
 #pragma GCC unroll 8
     for (int c = 0; c < kCount; ++c)
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) body(c, v);
   }
 
-  inline __attribute__((always_inline)) void quad(const char* numbers, Sums& to) {
+  inline __attribute__((always_inline)) void quad(const char* values, Sums& to) {
     typename L::V code[kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) code[v] = L::load(codes + v * 4 * kLanes);
 #pragma GCC unroll 8
     for (int c = 0; c < kCount; ++c) {
-      const typename L::V four = L::spread(numbers + c * x_bytes);
+      const typename L::V four = L::spread(values + c * x_bytes);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) to[c][v] = L::dot(to[c][v], code[v], four);
     }
@@ -155,7 +155,7 @@ struct Tile {
   template <int64_t kColumns>
   inline __attribute__((always_inline)) void add(int64_t count, Sums& sum) {
     if constexpr (kSummed) {
-      each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], L::load(summed + c * kPanelRows + v * kLanes)); });
+      for_each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], L::load(summed + c * kPanelRows + v * kLanes)); });
       summed += kTileTokens * kPanelRows;
       return;
     }
@@ -167,14 +167,14 @@ struct Tile {
     const char* const end = x + count;
     if constexpr (kMore > 0) {
       Sums more[kMore];
-      for (auto& some : more) each([&](int c, int v) { some[c][v] = L::zero(); });
+      for (auto& some : more) for_each([&](int c, int v) { some[c][v] = L::zero(); });
       for (; x + 4 * kMore < end;) {
         quad(x, sum), x += 4;
 #pragma GCC unroll 4
         for (int i = 0; i < kMore; ++i) quad(x, more[i]), x += 4;
       }
 #pragma GCC unroll 4
-      for (int i = 0; i < kMore; ++i) each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], more[i][c][v]); });
+      for (int i = 0; i < kMore; ++i) for_each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], more[i][c][v]); });
     }
     for (; x < end; x += 4) quad(x, sum);
   }
@@ -183,103 +183,106 @@ struct Tile {
 // What a form says before it is met: columns of a token that share a scale, columns of a row that share a step, and
 // `least`. 0: the form says so itself, and there are no steps.
 template <int64_t kGroup_, int64_t kPart_ = 0, bool kLeast_ = false>
-struct Shape {
+struct IntegerShape {
   static constexpr int64_t kGroup = kGroup_, kPart = kPart_;
   static constexpr bool kLeast = kLeast_;
 };
 
 template <class F>
-void with_shape(const IntegerForm& form, F&& each) {
-  if (form.least) return each(Shape<256, 32, true>());
-  if (form.parted()) return each(Shape<256, 16>());
-  if (form.group == 32) return each(Shape<32>());
-  each(Shape<0>());
+void with_shape(const IntegerForm& form, F&& body) {
+  if (form.least) return body(IntegerShape<256, 32, true>());
+  if (form.parted()) return body(IntegerShape<256, 16>());
+  if (form.group == 32) return body(IntegerShape<32>());
+  body(IntegerShape<0>());
 }
 
 // Of forms without parts: sums of float32 stay in registers from group to group. Here and below form and layout are
 // copies, which no store can change.
-template <class L, class Shape, int kCount, bool kSummed>
+template <class L, class IntegerShape, int kCount, bool kSummed>
 void grouped_tile(const IntegerForm form, const IntegerTokens layout, const Panel& panel, int64_t first, int64_t size,
                   const char* x, int64_t x_bytes, float* __restrict sums, const int32_t* summed) {
-  using T = Tile<L, kCount, kSummed>;
+  using T = SumTile<L, kCount, kSummed>;
   using S = typename L::Simd;
   constexpr int64_t kLanes = S::kWidth;
-  const int64_t group = Shape::kGroup > 0 ? Shape::kGroup : form.group, to_sums = layout.sums() - layout.scales();
+  const int64_t group = IntegerShape::kGroup > 0 ? IntegerShape::kGroup : form.group,
+                to_sums = layout.sums() - layout.scales();
   for (int64_t row = 0; row < kPanelRows; row += T::kVectors * kLanes) {
     T tile = {x + first, x_bytes, panel.codes + 4 * row, kSummed ? summed + row : nullptr};
     const char* by = x + layout.scales() + 4 * (first / group);
     const float* scales = panel.scales[0] + row;
     const int32_t* zeros = panel.zeros[0] + row;
     typename S::V total[kCount][T::kVectors];
-    T::each([&](int c, int v) { total[c][v] = S::load(sums + c * kUnitRows + row + v * kLanes); });
+    T::for_each([&](int c, int v) { total[c][v] = S::load(sums + c * kUnitRows + row + v * kLanes); });
     for (int64_t k = 0; k < size; k += group, by += 4, scales += kPanelRows, zeros += kPanelRows) {
       typename T::Sums sum;
-      T::each([&](int c, int v) {
+      T::for_each([&](int c, int v) {
         const char* const minus = by + c * x_bytes + to_sums;
         sum[c][v] = form.zero >= 0 ? L::spread(minus) : L::times(zeros + v * kLanes, minus);
       });
-      tile.template add<Shape::kGroup>(std::min(group, (size - k + 7) / 8 * 8), sum);
-      T::each([&](int c, int v) {
+      tile.template add<IntegerShape::kGroup>(std::min(group, (size - k + 7) / 8 * 8), sum);
+      T::for_each([&](int c, int v) {
         float scale;
         std::memcpy(&scale, by + c * x_bytes, sizeof scale);
         const auto value = S::mul(L::floats(sum[c][v]), S::load(scales + v * kLanes));
         total[c][v] = S::add(total[c][v], S::mul(value, S::set(scale)));
       });
     }
-    T::each([&](int c, int v) { S::store(sums + c * kUnitRows + row + v * kLanes, total[c][v]); });
+    T::for_each([&](int c, int v) { S::store(sums + c * kUnitRows + row + v * kLanes, total[c][v]); });
   }
 }
 
 // value = all scale - low least: those of a group's parts.
-template <class L, class T, class Shape, class Value>
+template <class L, class T, class IntegerShape, class Value>
 inline __attribute__((always_inline)) void take_lows(const char* part_sums, const int32_t*& lows, const float* least,
                                                      int64_t x_bytes, Value& value) {
   using S = typename L::Simd;
   typename T::Sums low;
-  T::each([&](int c, int v) { low[c][v] = L::zero(); });
+  T::for_each([&](int c, int v) { low[c][v] = L::zero(); });
 #pragma GCC unroll 4
-  for (int64_t p = 0; p < Shape::kGroup / Shape::kPart; p += 2, lows += kPanelRows) {
-    T::each([&](int c, int v) {
+  for (int64_t p = 0; p < IntegerShape::kGroup / IntegerShape::kPart; p += 2, lows += kPanelRows) {
+    T::for_each([&](int c, int v) {
       low[c][v] = L::words(low[c][v], L::load(lows + v * S::kWidth), L::spread(part_sums + 2 * p + c * x_bytes));
     });
   }
-  T::each([&](int c, int v) {
+  T::for_each([&](int c, int v) {
     value[c][v] = S::sub(value[c][v], S::mul(L::floats(low[c][v]), S::load(least + v * S::kWidth)));
   });
 }
 
 // Of forms of parts.
-template <class L, class Shape, int kCount, bool kSummed>
+template <class L, class IntegerShape, int kCount, bool kSummed>
 void parted_tile(const IntegerTokens layout, const Panel& panel, int64_t first, int64_t size, const char* x,
                  int64_t x_bytes, float* __restrict sums, const int32_t* summed) {
-  using T = Tile<L, kCount, kSummed>;
+  using T = SumTile<L, kCount, kSummed>;
   using S = typename L::Simd;
-  constexpr int64_t kLanes = S::kWidth, kParts = Shape::kGroup / Shape::kPart, kSumBytes = Shape::kLeast ? 2 : 4;
+  constexpr int64_t kLanes = S::kWidth, kParts = IntegerShape::kGroup / IntegerShape::kPart,
+                    kSumBytes = IntegerShape::kLeast ? 2 : 4;
   for (int64_t row = 0; row < kPanelRows; row += T::kVectors * kLanes) {
     T tile = {x + first, x_bytes, panel.codes + 4 * row, kSummed ? summed + row : nullptr};
-    const char* by = x + layout.scales() + 4 * (first / Shape::kGroup);
-    const char* part_sums = x + layout.sums() + kSumBytes * (first / Shape::kPart);
+    const char* by = x + layout.scales() + 4 * (first / IntegerShape::kGroup);
+    const char* part_sums = x + layout.sums() + kSumBytes * (first / IntegerShape::kPart);
     const int32_t *steps = panel.steps[0] + row, *lows = panel.lows[0] + row;
-    for (int64_t k = 0, g = 0; k < size; k += Shape::kGroup, ++g, by += 4, part_sums += kSumBytes * kParts) {
+    for (int64_t k = 0, g = 0; k < size; k += IntegerShape::kGroup, ++g, by += 4, part_sums += kSumBytes * kParts) {
       typename T::Sums all;
-      T::each([&](int c, int v) { all[c][v] = L::zero(); });
+      T::for_each([&](int c, int v) { all[c][v] = L::zero(); });
       for (int64_t p = 0; p < kParts; ++p, steps += kPanelRows) {
         typename T::Sums sum;
-        if constexpr (Shape::kLeast) {
-          T::each([&](int c, int v) { sum[c][v] = L::zero(); });
+        if constexpr (IntegerShape::kLeast) {
+          T::for_each([&](int c, int v) { sum[c][v] = L::zero(); });
         } else {
-          T::each([&](int c, int v) { sum[c][v] = L::spread(part_sums + 4 * p + c * x_bytes); });
+          T::for_each([&](int c, int v) { sum[c][v] = L::spread(part_sums + 4 * p + c * x_bytes); });
         }
-        tile.template add<Shape::kPart>(Shape::kPart, sum);
-        T::each(
+        tile.template add<IntegerShape::kPart>(IntegerShape::kPart, sum);
+        T::for_each(
             [&](int c, int v) { all[c][v] = L::add(all[c][v], L::product(sum[c][v], L::load(steps + v * kLanes))); });
       }
       typename S::V value[kCount][T::kVectors];
-      T::each([&](int c, int v) {
+      T::for_each([&](int c, int v) {
         value[c][v] = S::mul(L::floats(all[c][v]), S::load(panel.scales[g] + row + v * kLanes));
       });
-      if constexpr (Shape::kLeast) take_lows<L, T, Shape>(part_sums, lows, panel.least[g] + row, x_bytes, value);
-      T::each([&](int c, int v) {
+      if constexpr (IntegerShape::kLeast)
+        take_lows<L, T, IntegerShape>(part_sums, lows, panel.least[g] + row, x_bytes, value);
+      T::for_each([&](int c, int v) {
         float scale, *const to = sums + c * kUnitRows + row + v * kLanes;
         std::memcpy(&scale, by + c * x_bytes, sizeof scale);
         S::store(to, S::add(S::load(to), S::mul(value[c][v], S::set(scale))));
@@ -288,22 +291,22 @@ void parted_tile(const IntegerTokens layout, const Panel& panel, int64_t first, 
   }
 }
 
-template <class L, class Shape, int kCount, bool kSummed = false>
+template <class L, class IntegerShape, int kCount, bool kSummed = false>
 void panel_tile(const IntegerForm& form, const IntegerTokens& layout, const Panel& panel, int64_t first, int64_t size,
                 const char* x, int64_t x_bytes, float* sums, const int32_t* summed = nullptr) {
-  if constexpr (Shape::kPart > 0) {
-    parted_tile<L, Shape, kCount, kSummed>(layout, panel, first, size, x, x_bytes, sums, summed);
+  if constexpr (IntegerShape::kPart > 0) {
+    parted_tile<L, IntegerShape, kCount, kSummed>(layout, panel, first, size, x, x_bytes, sums, summed);
   } else {
-    grouped_tile<L, Shape, kCount, kSummed>(form, layout, panel, first, size, x, x_bytes, sums, summed);
+    grouped_tile<L, IntegerShape, kCount, kSummed>(form, layout, panel, first, size, x, x_bytes, sums, summed);
   }
 }
 
-template <class L, class Shape, int kCount>
+template <class L, class IntegerShape, int kCount>
 void panel_tile_of(int64_t count, const IntegerForm& form, const IntegerTokens& layout, const Panel& panel,
                    int64_t first, int64_t size, const char* x, int64_t x_bytes, float* sums) {
-  if (count == kCount) return panel_tile<L, Shape, kCount>(form, layout, panel, first, size, x, x_bytes, sums);
+  if (count == kCount) return panel_tile<L, IntegerShape, kCount>(form, layout, panel, first, size, x, x_bytes, sums);
   if constexpr (kCount > 1)
-    panel_tile_of<L, Shape, kCount - 1>(count, form, layout, panel, first, size, x, x_bytes, sums);
+    panel_tile_of<L, IntegerShape, kCount - 1>(count, form, layout, panel, first, size, x, x_bytes, sums);
 }
 
 // As panel_tile, of kTileTokens tokens.
@@ -330,10 +333,10 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
   const FillPanel fill = L::filler(q);
   if constexpr (L::kStored != nullptr)
     if (L::kStored(p, form, layout, static_cast<char*>(scratch), sums)) return;
-  const int64_t tiled = T::kGiven ? p.tokens / kTileTokens * kTileTokens : 0;
+  const int64_t tiled = T::kAvailable ? p.tokens / kTileTokens * kTileTokens : 0;
   const int64_t rest = p.tokens - tiled, tiles = (rest + L::kTokens - 1) / L::kTokens;
-  if constexpr (T::kGiven)
-    if (tiled > 0) T::enter();
+  if constexpr (T::kAvailable)
+    if (tiled > 0) T::configure();
   for (int64_t row = 0; row < p.rows; row += kPanelRows) {
     const int64_t rows = std::min(kPanelRows, p.rows - row);
     Fetched fetched = {nullptr};
@@ -342,7 +345,7 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
     for (int64_t first = 0; first < p.depth; first += kPanelColumns) {
       const int64_t size = std::min(kPanelColumns, p.depth - first);
       fill(q, form, p.first_row + row, rows, first, size, fetched, panel);
-      if constexpr (T::kGiven) {
+      if constexpr (T::kAvailable) {
         auto& parts = *reinterpret_cast<PartSums*>(&panel + 1);
         for (int64_t t = 0; t < tiled; t += kTileTokens)
           panel_in_tiles<L, T>(form, layout, panel, first, size, p.x + t * p.x_bytes, p.x_bytes,
@@ -359,7 +362,7 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
       });
     }
   }
-  if constexpr (T::kGiven)
+  if constexpr (T::kAvailable)
     if (tiled > 0) T::leave();
 }
 

@@ -5,7 +5,7 @@ namespace {
 
 struct WithStoredRows : VnniIntegers {
   static constexpr StoredProducts kStored = multiply_stored_rows;
-  static constexpr int64_t kStoredBytes = kLinesRoom + sizeof(RowSums);
+  static constexpr int64_t kStoredBytes = kLinesBytes + sizeof(RowSums);
 };
 
 }  // namespace

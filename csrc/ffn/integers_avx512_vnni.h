@@ -7,8 +7,8 @@ namespace moelight {
 namespace {
 
 // In assembly, because gcc 12 keeps sums of the intrinsics in memory.
-inline __m512i dot_bytes(__m512i sum, __m512i codes, __m512i numbers) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "vm"(numbers));
+inline __m512i dot_bytes(__m512i sum, __m512i codes, __m512i values) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "vm"(values));
   return sum;
 }
 inline __m512i dot_words(__m512i sum, __m512i x, __m512i y) {

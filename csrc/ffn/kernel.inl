@@ -28,7 +28,7 @@ constexpr int64_t kBlock = kBlockBytes / static_cast<int64_t>(sizeof(typename L:
 
 // kRowTile rows of one block of K, as elements.
 template <class L>
-struct Rows {
+struct FloatRows {
   const typename L::Element* row[kRowTile];
   int64_t count;  // elements of a row, a multiple of the step
   int64_t lead;   // bytes from what is read to what is fetched
@@ -49,7 +49,7 @@ inline void add_sums(const typename L::V (&sum)[kRowTile][kTokens], float* sums)
 
 // sums[c][0..kRowTile) += x[c] . row[0..kRowTile); fetches what lies ahead of kFetch rows from `fetched` on.
 template <class L, int kTokens, int kFetch>
-void tile(const Rows<L>& rows, int64_t fetched, const typename L::Element* x, int64_t x_stride, float* sums) {
+void tile(const FloatRows<L>& rows, int64_t fetched, const typename L::Element* x, int64_t x_stride, float* sums) {
   using S = typename L::Simd;
   const typename L::Element* ahead[kRowTile];
 #pragma GCC unroll 4
@@ -75,7 +75,7 @@ void tile(const Rows<L>& rows, int64_t fetched, const typename L::Element* x, in
 }
 
 template <class L, int kFetch, int kTokens = L::kTokens>
-void tile_of(int64_t tokens, const Rows<L>& rows, int64_t fetched, const typename L::Element* x, int64_t x_stride,
+void tile_of(int64_t tokens, const FloatRows<L>& rows, int64_t fetched, const typename L::Element* x, int64_t x_stride,
              float* sums) {
   if (tokens == kTokens) {
     tile<L, kTokens, kFetch>(rows, fetched, x, x_stride, sums);
@@ -87,7 +87,7 @@ void tile_of(int64_t tokens, const Rows<L>& rows, int64_t fetched, const typenam
 // All tokens in tiles of nearly equal size. When the rows are read where they lie, the first tiles fetch the rows after
 // them, each its share, so that memory is asked for at an even pace.
 template <class L>
-__attribute__((noinline)) void all_tokens(const Rows<L>& rows, bool in_place, int64_t tokens,
+__attribute__((noinline)) void all_tokens(const FloatRows<L>& rows, bool in_place, int64_t tokens,
                                           const typename L::Element* x, int64_t x_stride, float* sums) {
   const int64_t tiles = (tokens + L::kTokens - 1) / L::kTokens;
   const int64_t shares = !in_place || rows.lead == 0 ? 0 : tiles < kRowTile ? tiles : kRowTile;
@@ -141,19 +141,20 @@ int64_t lead_of(const Product& p, int64_t row, int64_t first) {
 
 // A tile from row r on in a block of K, where it lies or converted.
 template <class L, class W>
-Rows<L> rows_of(const Product& p, int64_t r, int64_t first, int64_t size, bool in_place, void* room) {
+FloatRows<L> rows_of(const Product& p, int64_t r, int64_t first, int64_t size, bool in_place, void* buffer) {
   using Element = typename L::Element;
-  auto* const expanded = static_cast<Element*>(room);
-  const int64_t whole = p.rows - r < kRowTile ? p.rows - r : kRowTile;
-  Rows<L> rows = {{}, (size + L::kStep - 1) / L::kStep * L::kStep, 0};
+  auto* const expanded = static_cast<Element*>(buffer);
+  const int64_t row_count = p.rows - r < kRowTile ? p.rows - r : kRowTile;
+  FloatRows<L> rows = {{}, (size + L::kStep - 1) / L::kStep * L::kStep, 0};
   if constexpr (std::is_same_v<W, Unpacked>) {
-    p.unpacking.unpack(*p.quantized, p.first_row + r, whole, first, size, p.lead_of(r, kRowTile), room, kBlockBytes);
+    p.unpacking.unpack(*p.quantized, p.first_row + r, row_count, first, size, p.lead_of(r, kRowTile), buffer,
+                       kBlockBytes);
   } else {
     rows.lead = lead_of<L, W>(p, r, first);
   }
   for (int64_t i = 0; i < kRowTile; ++i) {
     // A short last tile repeats its last row; nobody reads those sums.
-    const int64_t row = i < whole ? i : whole - 1;
+    const int64_t row = i < row_count ? i : row_count - 1;
     rows.row[i] = expanded + row * kBlock<L>;
     if (std::is_same_v<W, Unpacked>) continue;
     if (in_place) {
@@ -173,7 +174,7 @@ void multiply(const Product& p, void* expanded, float* sums) {
     const int64_t size = p.depth - first < kBlock<L> ? p.depth - first : kBlock<L>;
     const bool in_place = std::is_same_v<W, Element> && size % L::kStep == 0;
     for (int64_t r = 0; r < p.rows; r += kRowTile) {
-      const Rows<L> rows = rows_of<L, W>(p, r, first, size, in_place, expanded);
+      const FloatRows<L> rows = rows_of<L, W>(p, r, first, size, in_place, expanded);
       all_tokens<L>(rows, in_place, p.tokens, reinterpret_cast<const Element*>(p.x) + first,
                     p.x_bytes / static_cast<int64_t>(sizeof(Element)), sums + r);
     }

@@ -12,21 +12,21 @@ namespace moelight {
 namespace {
 
 constexpr int kSide = 4;  // rows, and tokens, of a tile
-constexpr int64_t kFewestNear = 8;
-constexpr int64_t kRowsRoom = 16 << 10;  // of the first-level cache, left to rows
+constexpr int64_t kMinNear = 8;
+constexpr int64_t kRowsBytes = 16 << 10;  // of the first-level cache, left to rows
 
 // sums[c][0..4) of two tokens, or of one.
 __attribute__((always_inline)) inline void add_side(const __m512 (&v)[kRows], bool two, float* sums) {
-  const __m256 found = across_inline(v);
-  _mm_storeu_ps(sums, _mm_add_ps(_mm_loadu_ps(sums), _mm256_castps256_ps128(found)));
+  const __m256 dots = across_inline(v);
+  _mm_storeu_ps(sums, _mm_add_ps(_mm_loadu_ps(sums), _mm256_castps256_ps128(dots)));
   if (two) {
     float* const next = sums + kUnitRows;
-    _mm_storeu_ps(next, _mm_add_ps(_mm_loadu_ps(next), _mm256_extractf128_ps(found, 1)));
+    _mm_storeu_ps(next, _mm_add_ps(_mm_loadu_ps(next), _mm256_extractf128_ps(dots, 1)));
   }
 }
 
 // Lines that are fetched into the first and the second level: of one row or two, `bytes` apart.
-struct Fetched {
+struct NextLines {
   const char *near, *far;
   int64_t near_bytes, far_bytes;
 };
@@ -34,7 +34,7 @@ struct Fetched {
 // sums[c][0..4) += x[c] . row[0..4) over `bytes`, fetching kFetch rows' lines.
 template <int kCount, int kFetch>
 __attribute__((noinline)) void side_by_side(const char* row, int64_t row_bytes, int64_t bytes, const char* x,
-                                            int64_t x_bytes, float* sums, const Fetched& fetched) {
+                                            int64_t x_bytes, float* sums, const NextLines& fetched) {
   __m512 sum[kCount][kSide];
 #pragma GCC unroll 4
   for (int c = 0; c < kCount; ++c)
@@ -69,7 +69,7 @@ __attribute__((noinline)) void side_by_side(const char* row, int64_t row_bytes, 
   }
 }
 
-using SideBySide = void (*)(const char*, int64_t, int64_t, const char*, int64_t, float*, const Fetched&);
+using SideBySide = void (*)(const char*, int64_t, int64_t, const char*, int64_t, float*, const NextLines&);
 
 template <int kCount>
 SideBySide fetching(int64_t rows) {
@@ -125,7 +125,7 @@ inline void pass_rows(const Product& p, const Passes& passes, int64_t first, int
 
 // Block after block of K; p.rows is a multiple of kSide.
 inline void multiply_near(const Product& p, float* sums) {
-  const Blocks blocks(p.depth);
+  const DepthBlocks blocks(p.depth);
   const Passes passes(p.tokens);
   for (int64_t first = 0; first < p.depth; first += blocks.size) {
     const int64_t bytes = 2 * std::min(blocks.size, p.depth - first);
@@ -140,9 +140,9 @@ inline void multiply_near(const Product& p, float* sums) {
 // is short, so that sums are added across their lanes often.
 inline int64_t near_parts(const Product& p) {
   constexpr int64_t kShortBlock = 512;
-  if (p.tokens < kFewestNear || p.depth % 32 != 0) return 0;
-  const int64_t size = Blocks(p.depth).size, room = near_cache_bytes() - kRowsRoom;
-  const int64_t parts = (2 * p.tokens * size + room - 1) / room;
+  if (p.tokens < kMinNear || p.depth % 32 != 0) return 0;
+  const int64_t size = DepthBlocks(p.depth).size, cache_bytes = near_cache_bytes() - kRowsBytes;
+  const int64_t parts = (2 * p.tokens * size + cache_bytes - 1) / cache_bytes;
   return parts == 1 || size <= kShortBlock ? parts : 0;
 }
 

@@ -17,9 +17,9 @@ constexpr int64_t kMostBlock = 1024;  // elements of a block of K
 inline int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // Blocks of K, all but the last of `size` elements.
-struct Blocks {
+struct DepthBlocks {
   int64_t count, size;
-  explicit Blocks(int64_t depth)
+  explicit DepthBlocks(int64_t depth)
       : count((depth + kMostBlock - 1) / kMostBlock),
         size(rounded(count == 1 ? depth : (depth + count - 1) / count, 64)) {}
 };
@@ -47,13 +47,15 @@ struct Pairs {
   static __m512 madd(__m512 sum, Line weight, Line x) { return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x); }
 };
 
+struct HalfLine {
+  __m512 even, odd;
+};
+
 // Halves are the even and the odd numbers as float32, for processors whose vdpbf16ps takes longer than two products of
 // those. Under Subnormals(true) sums are those of Pairs to the bit: vdpbf16ps adds the odd product first, each with one
 // rounding, and takes what is subnormal as zero.
 struct Halves {
-  struct Line {
-    __m512 even, odd;
-  };
+  using Line = HalfLine;
   static constexpr int64_t kLineBytes = 128;
   static Line of(__m512i pairs) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
@@ -86,8 +88,8 @@ __attribute__((always_inline)) inline __m256 across_inline(const __m512 (&v)[8])
   const __m512 eight =
       _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x88), _mm512_shuffle_f32x4(four[0], four[1], 0xdd));
   const __m512 swapped = _mm512_shuffle_f32x4(eight, eight, 0xb1);
-  const __m512 whole = _mm512_add_ps(eight, swapped);
-  return _mm256_insertf128_ps(_mm512_castps512_ps256(whole), _mm512_extractf32x4_ps(whole, 2), 1);
+  const __m512 sums = _mm512_add_ps(eight, swapped);
+  return _mm256_insertf128_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x4_ps(sums, 2), 1);
 }
 
 inline __m256 across(const __m512 (&v)[8]) { return across_inline(v); }

@@ -25,7 +25,7 @@
 namespace moelight {
 namespace {
 
-constexpr int kTileRows = 6, kPassTokens = 2, kMostSums = 12;
+constexpr int kTileRows = 6, kPassTokens = 2, kMaxSums = 12;
 constexpr int64_t kDepthBlock = 512, kPairStep = 32, kStepBytes = 64;
 // A row widened: of sixteen numbers the even ones, then the odd ones. Rows fall into different cache sets.
 constexpr int64_t kWideStep = 2 * kStepBytes, kWideRow = kDepthBlock * 4 + 64;
@@ -82,7 +82,7 @@ struct Ahead {
 };
 
 // Some rows in one block of K, some tokens, and where the sums of their products go.
-struct Pass {
+struct PairPass {
   const char* rows;  // pairs, row_bytes apart
   int64_t row_bytes, steps;
   char* wide;  // the same, widened
@@ -94,20 +94,20 @@ struct Pass {
 // sums[0..kRows) += what lies in the lanes of each, in one tree whatever kRows is.
 template <int kRows>
 inline void add_across(const __m256 (&sum)[kRows], float* sums) {
-  float found[8];
+  float dots[8];
 #pragma GCC unroll 2
   for (int i = 0; i < kRows; i += 4) {
     const auto row = [&](int r) { return sum[i + r < kRows ? i + r : i]; };
     const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(row(0), row(1)), _mm256_hadd_ps(row(2), row(3)));
-    _mm_storeu_ps(found + i, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+    _mm_storeu_ps(dots + i, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
   }
 #pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) sums[r] += found[r];
+  for (int r = 0; r < kRows; ++r) sums[r] += dots[r];
 }
 
 // kWidened: the rows have been widened; kKeep: they are to be.
 template <int kRows, int kTokens, bool kWidened, bool kKeep, int kHint>
-void pass(const Pass& p, Ahead ahead) {
+void pass(const PairPass& p, Ahead ahead) {
   __m256 sum[kTokens][kRows];
 #pragma GCC unroll 4
   for (int c = 0; c < kTokens; ++c)
@@ -169,7 +169,7 @@ struct Next {
 
 // All tokens, two at a time; if the rows are not widened, more than one.
 template <int kRows>
-void all_passes(Pass p, int64_t tokens, bool widened, const Next& next) {
+void all_passes(PairPass p, int64_t tokens, bool widened, const Next& next) {
   const int64_t passes = (tokens + kPassTokens - 1) / kPassTokens;
   for (int64_t i = 0, begin = 0, fetched = 0; i < passes; ++i) {
     const int64_t end = std::min(tokens, begin + kPassTokens), share = kRows * (i + 1) / passes - fetched;
@@ -188,22 +188,22 @@ void all_passes(Pass p, int64_t tokens, bool widened, const Next& next) {
 
 // All tokens at once, whose sums fit the registers.
 template <int kRows, int kHint, int kTokens = 4>
-void one_pass(const Pass& p, int64_t tokens, const Ahead& ahead) {
-  if constexpr (kRows * kTokens <= kMostSums) {
+void one_pass(const PairPass& p, int64_t tokens, const Ahead& ahead) {
+  if constexpr (kRows * kTokens <= kMaxSums) {
     if (tokens == kTokens) return pass<kRows, kTokens, false, false, kHint>(p, ahead);
   }
   if constexpr (kTokens > 1) one_pass<kRows, kHint, kTokens - 1>(p, tokens, ahead);
 }
 
 template <int kRows>
-void tile(const Pass& p, int64_t tokens, bool widened, bool second, const Next& next) {
-  if (widened || tokens > 4 || tokens * kRows > kMostSums) return all_passes<kRows>(p, tokens, widened, next);
+void tile(const PairPass& p, int64_t tokens, bool widened, bool second, const Next& next) {
+  if (widened || tokens > 4 || tokens * kRows > kMaxSums) return all_passes<kRows>(p, tokens, widened, next);
   const Ahead ahead = next.rows(0, kRows, p.steps);
   second ? one_pass<kRows, _MM_HINT_T1>(p, tokens, ahead) : one_pass<kRows, _MM_HINT_T0>(p, tokens, ahead);
 }
 
 template <int kRows = kTileRows>
-void tile_of(int64_t rows, const Pass& p, int64_t tokens, bool widened, bool second, const Next& next) {
+void tile_of(int64_t rows, const PairPass& p, int64_t tokens, bool widened, bool second, const Next& next) {
   if (rows == kRows) return tile<kRows>(p, tokens, widened, second, next);
   if constexpr (kRows > 1) tile_of<kRows - 1>(rows, p, tokens, widened, second, next);
 }
@@ -228,31 +228,31 @@ inline void widen_row(const Product& p, int64_t row, int64_t first, int64_t size
 // ---------------------------------------------------------------------------------------------------------------------
 
 // How many rows a tile has at most, how far ahead memory is asked for, and into which cache.
-struct Shape {
+struct TileShape {
   int64_t rows, lead;
   bool second;
 };
 
 // Up to four tokens take the form that was chosen, if the rows are pairs; of tiles as many rows as leave room for them.
 template <bool kQuantised>
-Shape shape_for(int64_t tokens) {
+TileShape shape_for(int64_t tokens) {
   if (kQuantised || tokens > 4) return {kTileRows, kLeadBytes, true};
   const StreamForm& form = kStreamForms[stream_form(tokens == 1 ? 0 : tokens == 2 ? 1 : 2)];
   if (form.rows > 0) return {form.rows, form.lead, form.second};
-  return {std::min<int64_t>(kTileRows, kMostSums / tokens), kLeadBytes, true};
+  return {std::min<int64_t>(kTileRows, kMaxSums / tokens), kLeadBytes, true};
 }
 
 template <bool kQuantised>
-void multiply_tile(const Product& p, int64_t row, int64_t rows, int64_t first, const Shape& shape, const Next& next,
+void multiply_tile(const Product& p, int64_t row, int64_t rows, int64_t first, const TileShape& shape, const Next& next,
                    char* wide, float* sums) {
   const int64_t size = std::min(kDepthBlock, p.depth - first);
-  Pass pass = {kQuantised ? nullptr : p.weight + row * p.row_bytes + 2 * first,
-               p.row_bytes,
-               (size + kPairStep - 1) / kPairStep,
-               wide,
-               p.x + 2 * first,
-               p.x_bytes,
-               sums + row};
+  PairPass pass = {kQuantised ? nullptr : p.weight + row * p.row_bytes + 2 * first,
+                   p.row_bytes,
+                   (size + kPairStep - 1) / kPairStep,
+                   wide,
+                   p.x + 2 * first,
+                   p.x_bytes,
+                   sums + row};
   const bool widened = kQuantised || size % kPairStep != 0;
   Next left = next;
   if constexpr (kQuantised) {
@@ -274,7 +274,7 @@ void multiply_tile(const Product& p, int64_t row, int64_t rows, int64_t first, c
 // the next tile's rows.
 template <bool kQuantised>
 void multiply_pairs(const Product& p, void* scratch, float* sums) {
-  const Shape shape = shape_for<kQuantised>(p.tokens);
+  const TileShape shape = shape_for<kQuantised>(p.tokens);
   const int64_t tiles = (p.rows + shape.rows - 1) / shape.rows, all = p.rows * p.row_bytes;
   auto* const wide = static_cast<char*>(scratch);
   const auto begin = [&](int64_t i) { return p.rows * i / tiles; };
@@ -284,8 +284,8 @@ void multiply_pairs(const Product& p, void* scratch, float* sums) {
       for (int64_t first = 0; first < p.depth; first += kDepthBlock) {
         const int64_t at = row * p.row_bytes + rows * 2 * first + shape.lead;
         const char* const after = p.next == nullptr ? nullptr : p.next + (at - all);
-        const bool asks = shape.lead != 0 && p.weight != nullptr;
-        const Next next = {!asks ? nullptr : at < all ? p.weight + at : after, 0};
+        const bool prefetches = shape.lead != 0 && p.weight != nullptr;
+        const Next next = {!prefetches ? nullptr : at < all ? p.weight + at : after, 0};
         multiply_tile<kQuantised>(p, row, rows, first, shape, next, wide, sums);
       }
     }

@@ -85,9 +85,9 @@ void pair_tile(const char* const (&rows)[kPairRows], int64_t steps, int64_t lead
   }
 #pragma GCC unroll 2
   for (int c = 0; c < kTokens; ++c) {
-    float found[kPairRows];
-    Neon::sum4(sum[c][0], sum[c][1], sum[c][2], sum[c][3], found);
-    for (int r = 0; r < kPairRows; ++r) sums[c * kUnitRows + r] += found[r];
+    float dots[kPairRows];
+    Neon::sum4(sum[c][0], sum[c][1], sum[c][2], sum[c][3], dots);
+    for (int r = 0; r < kPairRows; ++r) sums[c * kUnitRows + r] += dots[r];
   }
 }
 
@@ -104,7 +104,7 @@ void pair_tiles(const char* const (&rows)[kPairRows], int64_t steps, int64_t lea
 
 // Of a short last tile some rows are the last one again; nobody reads those sums.
 template <class P>
-void multiply_pair_rows(const Product& p, int64_t row, int64_t first, char* room, float* sums) {
+void multiply_pair_rows(const Product& p, int64_t row, int64_t first, char* buffer, float* sums) {
   const int64_t size = std::min(kPairBlock, p.depth - first), steps = (size + kPairStep - 1) / kPairStep;
   const bool quantised = p.quantized != nullptr, short_step = size % kPairStep != 0 && !quantised;
   const bool widen = P::kWidens && p.tokens > kFewPairTokens;
@@ -121,13 +121,13 @@ void multiply_pair_rows(const Product& p, int64_t row, int64_t first, char* room
       rows[r] = static_cast<char*>(std::memcpy(padded[r], rows[r], static_cast<size_t>(2 * size)));
     }
     if (!widen) continue;
-    auto* to = reinterpret_cast<float*>(room + r * kWideRow);
+    auto* to = reinterpret_cast<float*>(buffer + r * kWideRow);
     for (int64_t i = 0; i < 2 * steps; ++i, to += 16) {
       if (i % 2 == 0 && !short_step && !quantised) __builtin_prefetch(rows[r] + i / 2 * kPairLine + lead, 0, 2);
       const WidePairs wide = ShiftedPairs::wide(StoredPairs::load(rows[r] + i / 2 * kPairLine, i % 2));
       Neon::store(to, wide.even), Neon::store(to + 8, wide.odd);
     }
-    rows[r] = room + r * kWideRow;
+    rows[r] = buffer + r * kWideRow;
   }
   if (short_step || widen || quantised) lead = 0;
   const char* const x = p.x + 2 * first;
@@ -137,13 +137,13 @@ void multiply_pair_rows(const Product& p, int64_t row, int64_t first, char* room
 
 template <class P>
 void multiply_pairs(const Product& p, void* scratch, float* sums) {
-  auto* const room = static_cast<char*>(scratch);
+  auto* const buffer = static_cast<char*>(scratch);
   if (2 * p.tokens * p.depth <= kStayingBytes) {
     for (int64_t row = 0; row < p.rows; row += kPairRows)
-      for (int64_t k = 0; k < p.depth; k += kPairBlock) multiply_pair_rows<P>(p, row, k, room, sums);
+      for (int64_t k = 0; k < p.depth; k += kPairBlock) multiply_pair_rows<P>(p, row, k, buffer, sums);
   } else {
     for (int64_t k = 0; k < p.depth; k += kPairBlock)
-      for (int64_t row = 0; row < p.rows; row += kPairRows) multiply_pair_rows<P>(p, row, k, room, sums);
+      for (int64_t row = 0; row < p.rows; row += kPairRows) multiply_pair_rows<P>(p, row, k, buffer, sums);
   }
 }
 

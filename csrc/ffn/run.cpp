@@ -24,7 +24,7 @@ constexpr int64_t kUnitTokens = 4 * kTokenBlock;
 constexpr int64_t kFewTokens = 24;
 constexpr int64_t kUnitBytes = 256 << 10;
 // Below this many tokens of a piece, tokens whose strides conflict in a cache are not copied apart.
-constexpr int64_t kFewestSpread = 8;
+constexpr int64_t kMinSpread = 8;
 // Tokens that one thread prepares at a time.
 constexpr int64_t kPreparedTokens = 32;
 // Of a transposed weight a unit is stretches of its lines: up to kWideBlocks times kUnitRows at once, as many as have
@@ -102,7 +102,7 @@ struct Span {
   char* row(int64_t i) const { return data + i * stride; }
 };
 
-// One kind of product: its kernel, and the tokens that enter it as they come and as they are multiplied.
+// One kind of product: its kernel, and its tokens as they arrive and as they are multiplied.
 struct Projection {
   Kernel kernel;
   Format format;
@@ -123,8 +123,8 @@ struct Projection {
   // Of `tokens` in at most `pieces` experts.
   int64_t buffer_bytes(int64_t tokens, int64_t pieces) const {
     if (runs_in_place() && !conflicts()) return 0;
-    const int64_t most = std::min(tokens + pieces * (kernel.token_step - 1), tokens * kernel.token_step);
-    return Workspace::aligned(most * prepared_bytes());
+    const int64_t max_tokens = std::min(tokens + pieces * (kernel.token_step - 1), tokens * kernel.token_step);
+    return Workspace::aligned(max_tokens * prepared_bytes());
   }
 
   // Chooses how weights like this one are unpacked, once for a call.
@@ -133,9 +133,9 @@ struct Projection {
     if (like != nullptr) unpacking = kernel.unpacking(*like);
   }
 
-  // Where the tokens come from, at most `most_tokens` of a piece, and where `buffer_bytes` for the prepared ones are.
-  void bind_input(const Span& from, int64_t most_tokens, char* buffer) {
-    in_place = runs_in_place() && (most_tokens < kFewestSpread || !conflicts() || !conflicting(from.stride));
+  // Where the tokens come from, at most `max_tokens` of a piece, and where `buffer_bytes` for the prepared ones are.
+  void bind_input(const Span& from, int64_t max_tokens, char* buffer) {
+    in_place = runs_in_place() && (max_tokens < kMinSpread || !conflicts() || !conflicting(from.stride));
     source = from;
     prepared = in_place ? from : Span{buffer, prepared_bytes()};
   }
@@ -153,10 +153,10 @@ struct Projection {
   }
 
   int64_t element_bytes() const { return format.type == WeightType::kFloat32 ? 4 : 2; }  // of floats
-  bool whole_transposed() const { return format.transposed && kernel.multiply_transposed != nullptr; }
+  bool multiplies_transposed() const { return format.transposed && kernel.multiply_transposed != nullptr; }
   // Times kUnitRows: rows that are multiplied at once.
   int64_t wide(int64_t tokens) const {
-    return whole_transposed() ? std::clamp<int64_t>(kUnitRows / std::max<int64_t>(tokens, 1), 1, kWideBlocks) : 1;
+    return multiplies_transposed() ? std::clamp<int64_t>(kUnitRows / std::max<int64_t>(tokens, 1), 1, kWideBlocks) : 1;
   }
   int64_t scratch_bytes() const {
     return Workspace::aligned(kernel.scratch_bytes) + (kernel.turn == nullptr ? 0 : kUnitRows * kTurnedRow);
@@ -221,11 +221,11 @@ struct Projection {
   }
 };
 
-// Some tokens of one expert. `first` counts rows of x and of the intermediate from the start of the group, `place`
-// prepared tokens.
+// Some tokens of one expert. `first` counts rows of x and of the intermediate from the start of the group,
+// `prepared_row` prepared tokens.
 struct Piece {
   const Weight *gate, *up, *down;  // no gate unless it is apart
-  int64_t first, tokens, place_up, place_down;
+  int64_t first, tokens, prepared_up, prepared_down;
 };
 
 // What one thread multiplies with.
@@ -266,19 +266,19 @@ class Group {
     }
     add_preparation(work, down_, kPrepareInner);
     add_products(work, down_, down_.format.rows, 1, kDown, useful);
-    work.run(static_cast<int>(useful), [this](const Unit& unit, const Unit* next, int worker) {
-      char* const memory = workers_ + worker * worker_bytes_;
-      const Worker own = {reinterpret_cast<float*>(memory), memory + Worker::kSumsBytes};
+    work.run(static_cast<int>(useful), [this](const Unit& unit, const Unit* next, int thread) {
+      char* const memory = workers_ + thread * worker_bytes_;
+      const Worker worker = {reinterpret_cast<float*>(memory), memory + Worker::kSumsBytes};
       const Piece& piece = pieces_[static_cast<size_t>(unit.piece)];
       switch (unit.stage) {
         case kPrepareX:
-          return up_->prepare(piece.first + unit.token, piece.place_up + unit.token, unit.tokens);
+          return up_->prepare(piece.first + unit.token, piece.prepared_up + unit.token, unit.tokens);
         case kUp:
-          return activate(unit, piece, next, own);
+          return activate(unit, piece, next, worker);
         case kPrepareInner:
-          return down_.prepare(piece.first + unit.token, piece.place_down + unit.token, unit.tokens);
+          return down_.prepare(piece.first + unit.token, piece.prepared_down + unit.token, unit.tokens);
         case kDown:
-          return project(unit, piece, next, own);
+          return project(unit, piece, next, worker);
       }
     });
   }
@@ -300,19 +300,19 @@ class Group {
         work.add({stage, static_cast<int32_t>(p), 0, 0, t, std::min(kPreparedTokens, pieces_[p].tokens - t)});
   }
 
-  // `rows` of each piece, of which each stands for `each` rows of its weights.
-  void add_products(Work& work, const Projection& projection, int64_t rows, int64_t each, Stage stage,
+  // `rows` of each piece, of which each stands for `weight_rows` rows of its weights.
+  void add_products(Work& work, const Projection& projection, int64_t rows, int64_t weight_rows, Stage stage,
                     int64_t threads) const {
-    const int64_t step = kUnitRows / each, all = rows * static_cast<int64_t>(pieces_.size());
+    const int64_t step = kUnitRows / weight_rows, all = rows * static_cast<int64_t>(pieces_.size());
     for (size_t p = 0; p < pieces_.size(); ++p) {
       const Piece& piece = pieces_[p];
       int64_t some = step;
       if (piece.tokens <= kFewTokens) {
-        const int64_t bytes = each * projection.read_bytes(stage == kUp ? *piece.up : *piece.down);
+        const int64_t bytes = weight_rows * projection.read_bytes(stage == kUp ? *piece.up : *piece.down);
         const int64_t lines = kWideBlocks * (pairing_ == Pairing::kInterleaved && stage == kUp ? step : kUnitRows);
-        const int64_t most =
-            projection.whole_transposed() ? lines : kUnitBytes / std::max<int64_t>(bytes, 1) / step * step;
-        some = std::max<int64_t>(std::min(rounded_up(all / (threads * 8) + 1, step), most), step / 2);
+        const int64_t max_rows =
+            projection.multiplies_transposed() ? lines : kUnitBytes / std::max<int64_t>(bytes, 1) / step * step;
+        some = std::max<int64_t>(std::min(rounded_up(all / (threads * 8) + 1, step), max_rows), step / 2);
       }
       const int64_t cuts = parts_of(piece.tokens, kUnitTokens);
       for (int64_t r = 0; r < rows; r += some)
@@ -336,9 +336,10 @@ class Group {
   }
 
   // activation(x gate^T + bias, x up^T + bias), rounded to the type of x.
-  void activate(const Unit& unit, const Piece& piece, const Unit* next, const Worker& own) const {
+  void activate(const Unit& unit, const Piece& piece, const Unit* next, const Worker& worker) const {
     const int64_t bytes = dtype_bytes(up_->type), count = blocks(unit.tokens), end = unit.row + unit.rows;
-    const bool halves = pairing_ == Pairing::kInterleaved || (pairing_ == Pairing::kApart && !up_->whole_transposed());
+    const bool halves =
+        pairing_ == Pairing::kInterleaved || (pairing_ == Pairing::kApart && !up_->multiplies_transposed());
     const int64_t block = halves ? kUpColumn : kUnitRows, step = block * up_->wide(unit.tokens);
     for (int64_t row = unit.row; row < end; row += step) {
       const int64_t rows = std::min(step, end - row);
@@ -346,8 +347,8 @@ class Group {
       for (int64_t b = 0; b < count; ++b) {
         const int64_t t = unit.token + cut(unit.tokens, count, b),
                       some = cut(unit.tokens, count, b + 1) - (t - unit.token);
-        multiply_up(piece, row, rows, t, some, b + 1 < count ? up_rows(piece, row) : after, own);
-        const float* sums = own.sums;
+        multiply_up(piece, row, rows, t, some, b + 1 < count ? up_rows(piece, row) : after, worker);
+        const float* sums = worker.sums;
         for (int64_t at = row; at < row + rows; at += block, sums += some * kUnitRows) {
           float bias[kUnitRows] = {}, up_bias[kUnitRows] = {};
           const int64_t columns = std::min(block, row + rows - at);
@@ -361,21 +362,21 @@ class Group {
 
   // From the sums of gates to those of ups: beside them in one block, or after all blocks.
   int64_t to_ups(int64_t tokens) const {
-    return up_->whole_transposed() ? up_->wide(tokens) * tokens * kUnitRows : kUpColumn;
+    return up_->multiplies_transposed() ? up_->wide(tokens) * tokens * kUnitRows : kUpColumn;
   }
 
   // The sums of `rows` gates and ups.
   void multiply_up(const Piece& piece, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& after,
-                   const Worker& own) const {
-    const int64_t place = piece.place_up + token;
-    own.clear(tokens, up_->wide(tokens) * (pairing_ == Pairing::kApart && up_->whole_transposed() ? 2 : 1));
+                   const Worker& worker) const {
+    const int64_t prepared_row = piece.prepared_up + token;
+    worker.clear(tokens, up_->wide(tokens) * (pairing_ == Pairing::kApart && up_->multiplies_transposed() ? 2 : 1));
     if (pairing_ == Pairing::kInterleaved)
-      return up_->multiply(*piece.up, 2 * row, 2 * rows, place, tokens, after, own.scratch, own.sums);
+      return up_->multiply(*piece.up, 2 * row, 2 * rows, prepared_row, tokens, after, worker.scratch, worker.sums);
     if (pairing_ == Pairing::kUngated)
-      return up_->multiply(*piece.up, row, rows, place, tokens, after, own.scratch, own.sums);
+      return up_->multiply(*piece.up, row, rows, prepared_row, tokens, after, worker.scratch, worker.sums);
     const Span up_first = up_->rows_of(*piece.up, row);
-    up_->multiply(*piece.gate, row, rows, place, tokens, up_first, own.scratch, own.sums);
-    up_->multiply(*piece.up, row, rows, place, tokens, after, own.scratch, own.sums + to_ups(tokens));
+    up_->multiply(*piece.gate, row, rows, prepared_row, tokens, up_first, worker.scratch, worker.sums);
+    up_->multiply(*piece.up, row, rows, prepared_row, tokens, after, worker.scratch, worker.sums + to_ups(tokens));
   }
 
   void read_up_bias(const Piece& piece, int64_t row, int64_t rows, float* bias, float* up_bias) const {
@@ -386,7 +387,7 @@ class Group {
   }
 
   // x W^T + bias, rounded to the type of x.
-  void project(const Unit& unit, const Piece& piece, const Unit* next, const Worker& own) const {
+  void project(const Unit& unit, const Piece& piece, const Unit* next, const Worker& worker) const {
     const int64_t bytes = dtype_bytes(down_.type), end = unit.row + unit.rows, count = blocks(unit.tokens);
     const int64_t step = kUnitRows * down_.wide(unit.tokens);
     for (int64_t row = unit.row; row < end; row += step) {
@@ -395,9 +396,9 @@ class Group {
       for (int64_t b = 0; b < count; ++b) {
         const int64_t t = unit.token + cut(unit.tokens, count, b),
                       some = cut(unit.tokens, count, b + 1) - (t - unit.token);
-        own.clear(some, down_.wide(some));
-        down_.multiply(*piece.down, row, rows, piece.place_down + t, some, after, own.scratch, own.sums);
-        const float* sums = own.sums;
+        worker.clear(some, down_.wide(some));
+        down_.multiply(*piece.down, row, rows, piece.prepared_down + t, some, after, worker.scratch, worker.sums);
+        const float* sums = worker.sums;
         for (int64_t at = row; at < row + rows; at += kUnitRows, sums += some * kUnitRows) {
           float bias[kUnitRows] = {};
           const int64_t columns = std::min(kUnitRows, row + rows - at);
@@ -409,7 +410,7 @@ class Group {
   }
 
   // Token blocks of nearly equal size that begin at multiples of a tile's sixteen.
-  static int64_t parts_of(int64_t tokens, int64_t most) { return (tokens + most - 1) / most; }
+  static int64_t parts_of(int64_t tokens, int64_t size) { return (tokens + size - 1) / size; }
   static int64_t blocks(int64_t tokens) { return parts_of(tokens, kTokenBlock); }
   static int64_t cut(int64_t tokens, int64_t count, int64_t i) {
     return std::min(tokens, rounded_up(tokens * i / count, 16));
@@ -433,26 +434,26 @@ int64_t group_tokens(const Projection& down) {
 // rows.
 int64_t next_group(const ExpertArgs& args, const Projection& up, const Projection& down, int64_t first, int64_t& expert,
                    std::vector<Piece>& pieces) {
-  const int64_t most = group_tokens(down);
-  int64_t rows = 0, place_up = 0, place_down = 0;
+  const int64_t max_rows = group_tokens(down);
+  int64_t rows = 0, prepared_up = 0, prepared_down = 0;
   pieces.clear();
-  while (expert < args.experts && rows < most) {
+  while (expert < args.experts && rows < max_rows) {
     const int64_t left = args.offsets[expert + 1] - (first + rows);
-    if (left > most - rows && rows > 0) break;
-    const int64_t some = std::min(left, most);
+    if (left > max_rows - rows && rows > 0) break;
+    const int64_t some = std::min(left, max_rows);
     if (some > 0)
       pieces.push_back({args.gate == nullptr ? nullptr : args.gate + expert, args.up + expert, args.down + expert, rows,
-                        some, up.runs_in_place() ? rows : place_up, down.runs_in_place() ? rows : place_down});
+                        some, up.runs_in_place() ? rows : prepared_up, down.runs_in_place() ? rows : prepared_down});
     rows += some;
-    place_up += rounded_up(some, up.kernel.token_step), place_down += rounded_up(some, down.kernel.token_step);
+    prepared_up += rounded_up(some, up.kernel.token_step), prepared_down += rounded_up(some, down.kernel.token_step);
     if (some == left) ++expert;
   }
   return rows;
 }
 
 Workspace& workspace() {
-  thread_local Workspace own;
-  return own;
+  thread_local Workspace workspace;
+  return workspace;
 }
 
 constexpr int kUnmeasured = -1;
@@ -462,9 +463,9 @@ std::atomic<int> stream_forms[kStreamSizes] = {kUnmeasured, kUnmeasured, kUnmeas
 int64_t inner_bytes(const Projection& down) { return spread(down.format.depth * dtype_bytes(down.type)); }
 
 int64_t largest(const std::vector<Piece>& pieces) {
-  int64_t most = 0;
-  for (const Piece& piece : pieces) most = std::max(most, piece.tokens);
-  return most;
+  int64_t max_tokens = 0;
+  for (const Piece& piece : pieces) max_tokens = std::max(max_tokens, piece.tokens);
+  return max_tokens;
 }
 
 // What a call works in, one after the other.
@@ -474,12 +475,12 @@ struct Buffers {
 };
 
 Buffers buffers_of(const Projection* up, const Projection& down, int64_t tokens, int64_t experts) {
-  const int64_t most = std::min(tokens, up == nullptr ? kGroupTokens : group_tokens(down)),
-                pieces = std::min(most, experts);
+  const int64_t max_tokens = std::min(tokens, up == nullptr ? kGroupTokens : group_tokens(down)),
+                pieces = std::min(max_tokens, experts);
   const int64_t scratch = std::max(down.scratch_bytes(), up == nullptr ? 0 : up->scratch_bytes());
-  return {.x = up == nullptr ? 0 : up->buffer_bytes(most, pieces),
-          .inner = up == nullptr ? 0 : Workspace::aligned(most * inner_bytes(down)),
-          .prepared = up != nullptr && down.runs_in_place() ? 0 : down.buffer_bytes(most, pieces),
+  return {.x = up == nullptr ? 0 : up->buffer_bytes(max_tokens, pieces),
+          .inner = up == nullptr ? 0 : Workspace::aligned(max_tokens * inner_bytes(down)),
+          .prepared = up != nullptr && down.runs_in_place() ? 0 : down.buffer_bytes(max_tokens, pieces),
           .worker = Worker::bytes(scratch)};
 }
 

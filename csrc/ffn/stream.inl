@@ -18,13 +18,13 @@ constexpr int64_t kStreamTokens = 4;
 // Bytes ahead that memory is asked for: of bf16 that Halves multiply, and of formats that are unpacked.
 constexpr int64_t kStreamLead = 4 << 10, kUnpackedLead = 8 << 10;
 template <class P>
-constexpr int64_t kStreamRoom = 448 * P::kLineBytes;  // of tokens
+constexpr int64_t kStreamBytes = 448 * P::kLineBytes;  // of tokens
 
 // One row after the other, each block after block of K, for tokens whose lines lie beside each other in x: line k of
 // all, then line k + 1.
 template <class P, int kCount>
 void stream_rows(const Product& p, const char* x, int64_t lead_bytes, float* sums) {
-  const Blocks blocks(p.depth);
+  const DepthBlocks blocks(p.depth);
   const int64_t lead = (lead_bytes + p.row_bytes - 1) / p.row_bytes;
   for (int64_t r = 0; r < p.rows; ++r) {
     const char* ahead = p.weight + r * p.row_bytes;  // nothing new
@@ -49,9 +49,9 @@ void stream_rows(const Product& p, const char* x, int64_t lead_bytes, float* sum
       __m512 eight[kRows];
 #pragma GCC unroll 8
       for (int c = 0; c < kRows; ++c) eight[c] = c < kCount ? sum[c] : _mm512_setzero_ps();
-      float found[kRows];
-      _mm256_storeu_ps(found, across(eight));
-      for (int64_t c = 0; c < p.tokens; ++c) sums[c * kUnitRows + r] += found[c];
+      float dots[kRows];
+      _mm256_storeu_ps(dots, across(eight));
+      for (int64_t c = 0; c < p.tokens; ++c) sums[c * kUnitRows + r] += dots[c];
     }
   }
 }
@@ -59,7 +59,7 @@ void stream_rows(const Product& p, const char* x, int64_t lead_bytes, float* sum
 // kSide rows at once, and what is left of them by stream_rows.
 template <class P, int kSide, int kCount, int kHint>
 void stream_tiles(const Product& p, const char* x, int64_t lead_bytes, float* sums) {
-  const Blocks blocks(p.depth);
+  const DepthBlocks blocks(p.depth);
   const int64_t tile_bytes = kSide * p.row_bytes, lead = (lead_bytes + tile_bytes - 1) / tile_bytes * kSide;
   int64_t row = 0;
   for (; row + kSide <= p.rows; row += kSide) {
@@ -91,16 +91,16 @@ void stream_tiles(const Product& p, const char* x, int64_t lead_bytes, float* su
           for (int r = 0; r < kSide; ++r) sum[c * kSide + r] = P::madd(sum[c * kSide + r], weight[r], line);
         }
       }
-      float found[(kCount * kSide + kRows - 1) / kRows * kRows];
+      float dots[(kCount * kSide + kRows - 1) / kRows * kRows];
 #pragma GCC unroll 4
       for (int i = 0; i < kCount * kSide; i += kRows) {
         __m512 eight[kRows];
 #pragma GCC unroll 8
         for (int j = 0; j < kRows; ++j) eight[j] = i + j < kCount * kSide ? sum[i + j] : _mm512_setzero_ps();
-        _mm256_storeu_ps(found + i, across(eight));
+        _mm256_storeu_ps(dots + i, across(eight));
       }
       for (int64_t c = 0; c < p.tokens; ++c)
-        for (int r = 0; r < kSide; ++r) sums[c * kUnitRows + row + r] += found[c * kSide + r];
+        for (int r = 0; r < kSide; ++r) sums[c * kUnitRows + row + r] += dots[c * kSide + r];
     }
   }
   if (row == p.rows) return;
@@ -121,7 +121,7 @@ constexpr int64_t stream_count(int64_t tokens) { return kStreamTokenCounts[strea
 template <class P>
 bool streams(const Product& p) {
   return p.tokens <= kStreamTokens && p.depth % 32 == 0 &&
-         stream_count(p.tokens) * p.depth / 32 * P::kLineBytes <= kStreamRoom<P>;
+         stream_count(p.tokens) * p.depth / 32 * P::kLineBytes <= kStreamBytes<P>;
 }
 
 // Only pairs have a choice of forms.
@@ -181,9 +181,9 @@ void multiply_few(const Product& p, void* scratch, float* sums) {
 
 // bf16 as stored: between so many tokens it is faster to multiply pairs, which are read as they lie, than to convert
 // them first (docs/log.md).
-constexpr int64_t kFewestPairs = 3, kMostPairs = 24;
+constexpr int64_t kMinPairs = 3, kMaxPairs = 24;
 inline void multiply_halves(const Product& p, void* scratch, float* sums) {
-  const bool pairs = p.tokens >= kFewestPairs && p.tokens <= kMostPairs;
+  const bool pairs = p.tokens >= kMinPairs && p.tokens <= kMaxPairs;
   return pairs ? multiply_few<Pairs>(p, scratch, sums) : multiply_few<Halves>(p, scratch, sums);
 }
 

@@ -19,7 +19,7 @@ constexpr int64_t kTileBlock = 1024;                     // elements of K whose 
 constexpr int64_t kTileBufferRow = 2 * kTileBlock + 64;  // bytes of a row converted
 
 // Sums of kTileRows rows, kTokenBlock apart, and rows converted.
-struct TileRoom {
+struct TileScratch {
   float sums[kTileRows * kTokenBlock];
   char rows[kTileRows * kTileBufferRow];
 };
@@ -65,26 +65,26 @@ void tiles(const TileRows& rows, const char* x, int64_t x_bytes, bool begin, flo
 template <bool kQuantised>
 TileRows left_operand(const Product& p, int64_t row, int64_t first, int64_t size, const char* ahead, int64_t lead,
                       char* buffer) {
-  const int64_t whole = p.rows - row < kTileRows ? p.rows - row : kTileRows;
+  const int64_t row_count = p.rows - row < kTileRows ? p.rows - row : kTileRows;
   const int64_t steps = rounded(size, kPairStep) / 32;
   if constexpr (kQuantised) {
-    p.unpacking.unpack(*p.quantized, p.first_row + row, whole, first, size,
+    p.unpacking.unpack(*p.quantized, p.first_row + row, row_count, first, size,
                        ahead == nullptr ? 0 : p.lead_of(row, kTileRows), buffer, kTileBufferRow);
     return {buffer, kTileBufferRow, steps, nullptr, 0};
   }
-  if (whole == kTileRows && size % kPairStep == 0 && p.row_bytes % 4 == 0)
+  if (row_count == kTileRows && size % kPairStep == 0 && p.row_bytes % 4 == 0)
     return {p.weight + row * p.row_bytes + 2 * first, p.row_bytes, steps, ahead, lead};
   for (int64_t r = 0; r < kTileRows; ++r)
-    convert_row<Pairs>(p, row + (r < whole ? r : whole - 1), first, size, ahead + r * lead,
+    convert_row<Pairs>(p, row + (r < row_count ? r : row_count - 1), first, size, ahead + r * lead,
                        buffer + r * kTileBufferRow);
   return {buffer, kTileBufferRow, steps, nullptr, 0};
 }
 
 template <class Tile, bool kQuantised>
 void multiply_tiles(const Product& p, void* scratch, float* sums) {
-  auto* const room = static_cast<TileRoom*>(scratch);
+  auto* const buffers = static_cast<TileScratch*>(scratch);
   const int64_t x_block = kTileTokens * p.x_bytes;
-  Tile::enter();
+  Tile::configure();
   for (int64_t row = 0; row < p.rows; row += kTileRows) {
     for (int64_t first = 0; first < p.depth; first += kTileBlock) {
       const int64_t size = p.depth - first < kTileBlock ? p.depth - first : kTileBlock;
@@ -93,18 +93,18 @@ void multiply_tiles(const Product& p, void* scratch, float* sums) {
                                                            : p.weight + (last ? row + kTileRows : row) * p.row_bytes +
                                                                  (last ? 0 : 2 * (first + size));
       TileRows rows =
-          left_operand<kQuantised>(p, row, first, size, ahead, end ? p.next_bytes : p.row_bytes, room->rows);
+          left_operand<kQuantised>(p, row, first, size, ahead, end ? p.next_bytes : p.row_bytes, buffers->rows);
       const char* x = p.x + first * 2 * kTileTokens;
       int64_t t = 0;
       for (; t + kTileTokens < p.tokens; t += 2 * kTileTokens, x += 2 * x_block) {
-        tiles<Tile, true>(rows, x, x_block, first == 0, room->sums + t);
+        tiles<Tile, true>(rows, x, x_block, first == 0, buffers->sums + t);
         rows.ahead = nullptr;
       }
-      if (t < p.tokens) tiles<Tile, false>(rows, x, x_block, first == 0, room->sums + t);
+      if (t < p.tokens) tiles<Tile, false>(rows, x, x_block, first == 0, buffers->sums + t);
     }
-    const int64_t whole = p.rows - row < kTileRows ? p.rows - row : kTileRows;
+    const int64_t row_count = p.rows - row < kTileRows ? p.rows - row : kTileRows;
     for (int64_t t = 0; t < p.tokens; ++t)
-      for (int64_t r = 0; r < whole; ++r) sums[t * kUnitRows + row + r] += room->sums[r * kTokenBlock + t];
+      for (int64_t r = 0; r < row_count; ++r) sums[t * kUnitRows + row + r] += buffers->sums[r * kTokenBlock + t];
   }
   Tile::leave();
 }
@@ -138,7 +138,7 @@ Kernel tile_kernel() {
           .gap_bytes = 0,
           .token_step = kTileTokens,
           .in_place = false,
-          .scratch_bytes = sizeof(TileRoom),
+          .scratch_bytes = sizeof(TileScratch),
           .multiply = multiply_tiles<Tile, kQuantised>,
           .multiply_transposed = nullptr,
           .turn = turn16,

@@ -12,14 +12,14 @@ namespace {
 constexpr int64_t kLineBytes = 64;
 
 // The rows of a chunk that lie in one block, of the first head of the piece; other heads follow.
-struct Run {
+struct KvRun {
   const char *keys, *values;
   const float *key_scales, *value_scales;
   int64_t count;
 };
 
 // Bytes to come.
-struct Ahead {
+struct Prefetch {
   const char* at;
   void operator()(int64_t byte) const { __builtin_prefetch(at + byte); }
 };
@@ -27,21 +27,21 @@ struct Ahead {
 // Walks through runs as the sweeps do, the keys of all and then their values, some bytes before them.
 class Scout {
  public:
-  Scout(const Run* runs, const int64_t& count, int64_t heads, int64_t head_bytes, int64_t row_bytes)
+  Scout(const KvRun* runs, const int64_t& count, int64_t heads, int64_t head_bytes, int64_t row_bytes)
       : runs_(runs), count_(count), heads_(heads), head_bytes_(head_bytes), row_bytes_(row_bytes) {}
 
   // `lead`: how many bytes before the sweeps.
   void start(int64_t lead) {
     for (int64_t i = 0; i < lead; i += kStep) {
-      const Ahead ahead = take(kStep);
+      const Prefetch ahead = take(kStep);
       for (int64_t j = 0; j < kStep; j += kLineBytes) ahead(j);
     }
   }
 
   // To be called for every byte that a sweep reads. What is taken at once may reach over the end of a head's rows.
-  Ahead take(int64_t bytes) {
-    if (at_ >= stop_) enter();
-    const Ahead ahead{at_};
+  Prefetch take(int64_t bytes) {
+    if (at_ >= stop_) next_run();
+    const Prefetch ahead{at_};
     at_ += bytes;
     return ahead;
   }
@@ -51,7 +51,7 @@ class Scout {
 
   const char* rows(int64_t run) const { return run < count_ ? runs_[run].keys : runs_[run - count_].values; }
 
-  void enter() {
+  void next_run() {
     if (head_ == heads_) head_ = 0, ++run_;
     if (run_ == 2 * count_) {
       at_ = stop_ - kLineBytes;
@@ -70,7 +70,7 @@ class Scout {
     __builtin_prefetch(rows + heads_ * head_bytes_ / 2);
   }
 
-  const Run* runs_;
+  const KvRun* runs_;
   const int64_t& count_;
   const int64_t heads_, head_bytes_, row_bytes_;
   const char *at_ = nullptr, *stop_ = nullptr;
@@ -78,9 +78,9 @@ class Scout {
 };
 
 // In place of both for rows that are in the cache already.
-struct Nothing {
+struct NoPrefetch {
   void operator()(int64_t) const {}
-  Nothing take(int64_t) const { return {}; }
+  NoPrefetch take(int64_t) const { return {}; }
 };
 
 }  // namespace

@@ -21,13 +21,13 @@ int64_t first_position(const GqaArgs& args, int64_t sequence) {
 }
 
 // Some query heads of one sequence; their partials lie side by side in the order of the context.
-struct Group {
-  Piece piece;
+struct GqaGroup {
+  GqaPiece piece;
   int64_t first_part, parts;
 };
 
-struct Task {
-  Piece piece;
+struct GqaTask {
+  GqaPiece piece;
   int64_t group, part;
 };
 
@@ -52,11 +52,11 @@ class Decode {
     const auto attend = (args_.int8 ? kernels_.attend_int8 : kernels_.attend)[dtype];
     const auto merge = (args_.int8 ? kernels_.merge_int8 : kernels_.merge)[dtype];
     parallel_for(args_.threads, static_cast<int64_t>(tasks_.size()), [&](int64_t i, int worker) {
-      const Task& task = tasks_[i];
+      const GqaTask& task = tasks_[i];
       attend(args_, task.piece, scratch_ + worker * scratch_floats_, parts_[task.part]);
       // Whoever finishes a group's last piece joins them all; the order of joining is that of the context.
       if (unfinished_[task.group].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-      const Group& group = groups_[task.group];
+      const GqaGroup& group = groups_[task.group];
       merge(args_, group.piece, &parts_[group.first_part], group.parts);
     });
   }
@@ -98,7 +98,7 @@ class Decode {
     }
   }
 
-  Piece piece(int64_t sequence, int64_t head, int64_t begin, int64_t end) const {
+  GqaPiece piece(int64_t sequence, int64_t head, int64_t begin, int64_t end) const {
     return {sequence, head, std::min(args_.kv_heads, head + share_), begin, end};
   }
 
@@ -118,8 +118,8 @@ class Decode {
   const GqaArgs& args_;
   const GqaKernels& kernels_;
   int64_t share_, heads_, values_floats_, partial_floats_, scratch_floats_;
-  std::vector<Task> tasks_;
-  std::vector<Group> groups_;
+  std::vector<GqaTask> tasks_;
+  std::vector<GqaGroup> groups_;
   std::vector<Partial> parts_;
   std::unique_ptr<std::atomic<int64_t>[]> unfinished_;
   float* scratch_;

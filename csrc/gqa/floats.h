@@ -58,7 +58,7 @@ struct FloatProducts {
   template <int kHeads, class N>
   static void weigh(const T* rows, int64_t count, const Word* weights, int64_t head_dim, float* values, N&& next) {
     const int64_t full = head_dim / kUnit<S> * kUnit<S>;
-    const Tile tile = {rows, head_dim, count, weights, values, padded<S>(head_dim)};
+    const WeightTile tile = {rows, head_dim, count, weights, values, padded<S>(head_dim)};
     int64_t d = 0;
     for (; d + kColumns <= full; d += kColumns) weigh_columns<kHeads, S::kWeighedUnits, true>(tile, d, 0, next);
     for (; d < full; d += kUnit<S>) weigh_columns<kHeads, 1, true>(tile, d, 0, next);
@@ -80,7 +80,7 @@ struct FloatProducts {
  private:
   static constexpr int64_t kColumns = S::kWeighedUnits * kUnit<S>;
 
-  struct Tile {
+  struct WeightTile {
     const T* rows;
     int64_t head_dim, count;
     const Word* weights;
@@ -89,8 +89,8 @@ struct FloatProducts {
   };
 
   template <class E>
-  static void load_unit(const E* p, bool whole, int64_t rest, V& a, V& b) {
-    if (whole) {
+  static void load_unit(const E* p, bool complete, int64_t rest, V& a, V& b) {
+    if (complete) {
       S::load2(p, a, b);
     } else {
       S::load2_part(p, rest, a, b);
@@ -99,7 +99,7 @@ struct FloatProducts {
 
   // Rows one after the other, or S::kScoredRows side by side, so that memory is read in its order. kWhole where
   // head_dim is made of whole units: with a second path to its end the sums would not stay in registers.
-  template <int kHeads, bool kWhole, class A>
+  template <int kHeads, bool kFull, class A>
   static void score_rows(const T* const (&row)[kKeys], const Word* q, int64_t head_dim, float* scores, const A& ahead) {
     constexpr int kSide = S::kScoredRows;
     V sum[kHeads][kKeys];
@@ -107,10 +107,10 @@ struct FloatProducts {
     const int64_t row_bytes = head_dim * static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 4
     for (int k = 0; k < kKeys; k += kSide) {
-      const auto step = [&](int64_t d, auto whole) {
+      const auto step = [&](int64_t d, auto complete) {
         V a[kSide], b[kSide];
 #pragma GCC unroll 2
-        for (int i = 0; i < kSide; ++i) load_unit(row[k + i] + d, whole, head_dim - full, a[i], b[i]);
+        for (int i = 0; i < kSide; ++i) load_unit(row[k + i] + d, complete, head_dim - full, a[i], b[i]);
 #pragma GCC unroll 4
         for (int h = 0; h < kHeads; ++h) {
           const V even = S::load(q + h * stride + d), odd = S::load(q + h * stride + d + S::kWidth);
@@ -124,23 +124,23 @@ struct FloatProducts {
         for (int i = 0; i < kSide; ++i) sum[h][k + i] = S::zero();
       for (int64_t i = 0; i < kSide * row_bytes; i += kLineBytes) ahead(k * row_bytes + i);
       for (int64_t d = 0; d < full; d += kUnit<S>) step(d, std::true_type{});
-      if constexpr (!kWhole) step(full, std::false_type{});
+      if constexpr (!kFull) step(full, std::false_type{});
     }
     for (int h = 0; h < kHeads; ++h) S::sum4(sum[h][0], sum[h][1], sum[h][2], sum[h][3], scores + h * kScoreRow);
   }
 
   // kUnits units from column d on; the last unit of a row may have a `rest` only.
-  template <int kHeads, int kUnits, bool kWhole, class N>
-  static void weigh_columns(const Tile& tile, int64_t d, int64_t rest, N& next) {
+  template <int kHeads, int kUnits, bool kFull, class N>
+  static void weigh_columns(const WeightTile& tile, int64_t d, int64_t rest, N& next) {
     V sum[kHeads][2 * kUnits];
     float* const values = tile.values + d;
     for (int h = 0; h < kHeads; ++h)
       for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::load(values + h * tile.stride + u * S::kWidth);
     const T* at = tile.rows + d;
-    const int64_t bytes = (kWhole ? kUnits * kUnit<S> : rest) * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = (kFull ? kUnits * kUnit<S> : rest) * static_cast<int64_t>(sizeof(T));
     const auto add = [&](int64_t i) __attribute__((always_inline)) {
       V row[2 * kUnits];
-      for (int u = 0; u < kUnits; ++u) load_unit(at + u * kUnit<S>, kWhole, rest, row[2 * u], row[2 * u + 1]);
+      for (int u = 0; u < kUnits; ++u) load_unit(at + u * kUnit<S>, kFull, rest, row[2 * u], row[2 * u + 1]);
       for (int h = 0; h < kHeads; ++h) {
         const V weight = S::set(tile.weights[h * kScoreRow + i]);
         for (int u = 0; u < 2 * kUnits; ++u) sum[h][u] = S::fma(row[u], weight, sum[h][u]);

@@ -79,7 +79,7 @@ constexpr int64_t kChunk = 512;
 constexpr int64_t kScoreRow = kChunk + 16;
 
 // Some kv heads of one sequence, and the positions [begin, end) of a single chunk.
-struct Piece {
+struct GqaPiece {
   int64_t sequence, first_head, last_head, begin, end;
 };
 
@@ -95,10 +95,10 @@ struct Partial {
 struct GqaKernels {
   int64_t pad;  // heads are padded to a multiple of this many floats
   // scratch: for `heads` query heads gqa_scratch_floats(heads, padded D) floats, aligned to 64 bytes
-  using Attend = void (*)(const GqaArgs&, const Piece&, float* scratch, const Partial&);
+  using Attend = void (*)(const GqaArgs&, const GqaPiece&, float* scratch, const Partial&);
   Attend attend[kDTypes], attend_int8[kDTypes];
   // joins the partials of the piece's heads in order and writes them
-  using Merge = void (*)(const GqaArgs&, const Piece&, const Partial* parts, int64_t count);
+  using Merge = void (*)(const GqaArgs&, const GqaPiece&, const Partial* parts, int64_t count);
   Merge merge[kDTypes], merge_int8[kDTypes];
   // a row of `count` elements as codes -127 to 127 and their scale: largest magnitude / 127, not a number if that is
   // not finite

@@ -23,11 +23,11 @@ namespace {
 // `share` bytes are asked for meanwhile.
 template <class S>
 void soften(float* scores, int64_t count, float factor, float softcap, const float* key_scales, float& maximum,
-            float& total, const Ahead& ahead, int64_t share) {
-  const int64_t whole = padded<S>(count);
+            float& total, const Prefetch& ahead, int64_t share) {
+  const int64_t padded_count = padded<S>(count);
   const auto wide = S::set(factor), cap = S::set(softcap * kLog2E);
   auto top = S::set(-kInfinity);
-  for (int64_t i = count; i < whole; ++i) scores[i] = 0.0f;
+  for (int64_t i = count; i < padded_count; ++i) scores[i] = 0.0f;
   for (int64_t i = 0; i < count; i += S::kWidth) {
     auto x = S::mul(S::load(scores + i), wide);
     if (key_scales != nullptr) x = S::mul(x, S::load(key_scales + i));
@@ -35,13 +35,14 @@ void soften(float* scores, int64_t count, float factor, float softcap, const flo
     S::store(scores + i, x);
     if (i + S::kWidth <= count) top = S::max(top, x);
   }
-  for (int64_t i = count; i < whole; ++i) scores[i] = -kInfinity;
-  for (int64_t i = count / S::kWidth * S::kWidth; i < whole; i += S::kWidth) top = S::max(top, S::load(scores + i));
+  for (int64_t i = count; i < padded_count; ++i) scores[i] = -kInfinity;
+  for (int64_t i = count / S::kWidth * S::kWidth; i < padded_count; i += S::kWidth)
+    top = S::max(top, S::load(scores + i));
   maximum = S::reduce_max(top);
   auto sum = S::zero();
-  const int64_t step = share * S::kWidth / whole;
+  const int64_t step = share * S::kWidth / padded_count;
   int64_t byte = 0;
-  for (int64_t i = 0; i < whole; i += S::kWidth, byte += step) {
+  for (int64_t i = 0; i < padded_count; i += S::kWidth, byte += step) {
     ahead(byte);
     const auto weight = exp2<S>(S::sub(S::load(scores + i), S::set(maximum)));
     sum = S::add(sum, weight);
@@ -61,7 +62,7 @@ void head_tiles(int64_t first, int64_t heads, const F& tile) {
 
 // The memory of one piece while it is summed.
 template <class M>
-class Attend {
+class AttendPiece {
   using S = typename M::Lanes;
   using Q = typename M::Query;
   using T = typename M::Stored;
@@ -71,7 +72,7 @@ class Attend {
   static constexpr int64_t kLead = kScaled ? 6144 : 4096;
 
  public:
-  Attend(const GqaArgs& args, const Piece& piece, float* scratch, const Partial& part)
+  AttendPiece(const GqaArgs& args, const GqaPiece& piece, float* scratch, const Partial& part)
       : args_(args),
         part_(part),
         group_(args.q_heads / args.kv_heads),
@@ -107,7 +108,7 @@ class Attend {
     for (int64_t h = 0; h < kv_heads_; ++h) {
       soften_group(h, fetches ? bytes / group_ : 0);
       if (fetches) {
-        weigh(run_[0], h, 0, Nothing{});
+        weigh(run_[0], h, 0, NoPrefetch{});
       } else {
         weigh(run_[0], h, 0, scout_);
       }
@@ -119,25 +120,25 @@ class Attend {
   }
 
  private:
-  void find_runs(const Piece& piece) {
+  void find_runs(const GqaPiece& piece) {
     const int32_t* table = args_.tables + piece.sequence * args_.table_stride;
     const int64_t size = args_.block_size, first = piece.first_head * size;
     constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
     for (int64_t at = piece.begin; at < piece.end; at += run_[runs_++].count) {
-      const int64_t block = table[at / size], offset = at % size, room = size - offset, left = piece.end - at;
+      const int64_t block = table[at / size], offset = at % size, in_block = size - offset, left = piece.end - at;
       const int64_t row = first + offset;
-      Run& run = run_[runs_];
+      KvRun& run = run_[runs_];
       run.keys = static_cast<const char*>(args_.k_cache) + (block * args_.k_stride + row * args_.head_dim) * kBytes;
       run.values = static_cast<const char*>(args_.v_cache) + (block * args_.v_stride + row * args_.head_dim) * kBytes;
       if constexpr (kScaled) {
         run.key_scales = args_.k_scale + block * args_.k_scale_stride + row;
         run.value_scales = args_.v_scale + block * args_.v_scale_stride + row;
       }
-      run.count = room < left ? room : left;
+      run.count = in_block < left ? in_block : left;
     }
   }
 
-  void touch_scales(const Run& run, int64_t h) const {
+  void touch_scales(const KvRun& run, int64_t h) const {
     for (int64_t i = 0; i < run.count; i += kLineBytes / static_cast<int64_t>(sizeof(float))) {
       __builtin_prefetch(run.key_scales + h * args_.block_size + i);
       __builtin_prefetch(run.value_scales + h * args_.block_size + i);
@@ -146,7 +147,7 @@ class Attend {
 
   // A short last tile repeats its last row; what it writes beyond the run is overwritten by the next run or by the
   // softmax's padding, and at the end of a chunk falls into the row's slack.
-  void score(const Run& run, int64_t h, int64_t at) {
+  void score(const KvRun& run, int64_t h, int64_t at) {
     const auto* rows = reinterpret_cast<const T*>(run.keys + h * head_bytes_);
     const int64_t head_dim = args_.head_dim, bytes = head_dim * static_cast<int64_t>(sizeof(T));
     const Word* q = queries_ + h * group_ * stride_;
@@ -154,12 +155,12 @@ class Attend {
     for (int64_t i = 0; i < run.count; i += kKeys) {
       const T* row[kKeys];
       for (int64_t j = 0; j < kKeys; ++j) row[j] = rows + (i + j < run.count ? i + j : run.count - 1) * head_dim;
-      const Ahead ahead = scout_.take(kKeys * bytes);
+      const Prefetch ahead = scout_.take(kKeys * bytes);
       head_tiles<M::kHeadTile>(0, group_, [&](auto heads, int64_t first) {
         if (first == 0) {
           M::template score<heads>(row, q, head_dim, scores + i, ahead);
         } else {
-          M::template score<heads>(row, q + first * stride_, head_dim, scores + first * kScoreRow + i, Nothing{});
+          M::template score<heads>(row, q + first * stride_, head_dim, scores + first * kScoreRow + i, NoPrefetch{});
         }
       });
     }
@@ -192,7 +193,7 @@ class Attend {
   }
 
   template <class N>
-  void weigh(const Run& run, int64_t h, int64_t at, N&& next) const {
+  void weigh(const KvRun& run, int64_t h, int64_t at, N&& next) const {
     const auto* rows = reinterpret_cast<const T*>(run.values + h * head_bytes_);
     head_tiles<M::kWeighedHeads>(h * group_, (h + 1) * group_, [&](auto heads, int64_t first) {
       const Word* weights = reinterpret_cast<const Word*>(scores_ + first * kScoreRow) + at;
@@ -200,7 +201,7 @@ class Attend {
       if (first == h * group_) {
         M::template weigh<heads>(rows, run.count, weights, args_.head_dim, values, next);
       } else {
-        M::template weigh<heads>(rows, run.count, weights, args_.head_dim, values, Nothing{});
+        M::template weigh<heads>(rows, run.count, weights, args_.head_dim, values, NoPrefetch{});
       }
     });
   }
@@ -212,17 +213,17 @@ class Attend {
   Word* const queries_;
   float *const factors_, *const scales_;
   int64_t runs_ = 0;
-  Run run_[kChunk / kBlockSizes[0] + 1];
+  KvRun run_[kChunk / kBlockSizes[0] + 1];
   Scout scout_;
 };
 
 template <class M>
-void attend(const GqaArgs& args, const Piece& piece, float* scratch, const Partial& part) {
-  Attend<M>(args, piece, scratch, part).run();
+void attend(const GqaArgs& args, const GqaPiece& piece, float* scratch, const Partial& part) {
+  AttendPiece<M>(args, piece, scratch, part).run();
 }
 
 template <class M>
-void merge(const GqaArgs& args, const Piece& piece, const Partial* parts, int64_t count) {
+void merge(const GqaArgs& args, const GqaPiece& piece, const Partial* parts, int64_t count) {
   using S = typename M::Lanes;
   const int64_t group = args.q_heads / args.kv_heads, head_dim = args.head_dim, stride = padded<S>(head_dim);
   const int64_t first = piece.first_head * group, heads = piece.last_head * group - first;

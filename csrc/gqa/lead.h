@@ -7,7 +7,7 @@ namespace moelight {
 namespace {
 
 // Rows that lie in one block.
-struct Run {
+struct LatentRun {
   const char* rows;
   int64_t count;
 };
@@ -17,8 +17,8 @@ struct Run {
 // and nothing is gained.
 class Lead {
  public:
-  Lead(const Run* runs, const Run* end, int64_t row_bytes) : row_bytes_(row_bytes), next_(runs), end_(end) {
-    enter();
+  Lead(const LatentRun* runs, const LatentRun* end, int64_t row_bytes) : row_bytes_(row_bytes), next_(runs), end_(end) {
+    next_run();
     pass(kAheadBytes);
   }
 
@@ -41,9 +41,9 @@ class Lead {
   void fetch() {
     __builtin_prefetch(at_);
     at_ += step_;
-    if (at_ >= stop_) enter();
+    if (at_ >= stop_) next_run();
   }
-  void enter() {
+  void next_run() {
     if (next_ != end_) {
       at_ = next_->rows, stop_ = at_ + next_->count * row_bytes_, ++next_;
     } else {
@@ -53,7 +53,7 @@ class Lead {
 
   const char *at_ = nullptr, *stop_ = nullptr;
   int64_t step_ = kLineBytes, owed_ = 0, row_bytes_;
-  const Run *next_, *end_;
+  const LatentRun *next_, *end_;
 };
 
 // For sweeps over rows that are in the cache already.

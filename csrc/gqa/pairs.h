@@ -14,11 +14,11 @@ namespace moelight {
 namespace {
 
 // Asks for a line between the load of x and its use: compilers gather prefetches that nothing ties.
-inline __m512i beside(__m512i x, const Ahead& ahead, int64_t byte) {
+inline __m512i beside(__m512i x, const Prefetch& ahead, int64_t byte) {
   asm volatile("prefetcht0 %1" : "+v"(x) : "m"(ahead.at[byte]));
   return x;
 }
-inline __m512i beside(__m512i x, const Nothing&, int64_t) { return x; }
+inline __m512i beside(__m512i x, const NoPrefetch&, int64_t) { return x; }
 
 inline __mmask32 first_of_unit(int64_t count) { return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1; }
 
@@ -45,10 +45,10 @@ struct Bf16Pairs {
     __m512 sum = zero();
     for (int64_t i = 0; i < count; i += 32) {
       const __m512 a = _mm512_loadu_ps(weights + i), b = _mm512_loadu_ps(weights + i + 16);
-      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-      sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)));
-      sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536))));
-      _mm512_storeu_si512(words + i, both);
+      const __m512i pair = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+      sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
+      sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(-65536))));
+      _mm512_storeu_si512(words + i, pair);
     }
     total = _mm512_reduce_add_ps(sum);
     return 1.0f;
@@ -163,7 +163,7 @@ struct PairProducts {
 
   template <int kHeads, class N>
   static void weigh(const T* rows, int64_t count, const Word* weights, int64_t head_dim, float* values, N&& next) {
-    Tile tile = {rows, head_dim, 0, weights, values, padded<Lanes>(head_dim)};
+    WeightTile tile = {rows, head_dim, 0, weights, values, padded<Lanes>(head_dim)};
     for (int64_t left = count / 2 * 2; left > 0; left -= tile.count) {
       tile.count = left < kTileRows ? left : kTileRows;
       weigh_tile<kHeads, true>(tile, next);
@@ -225,7 +225,7 @@ struct PairProducts {
   }
 
   // Rows one after the other, so that memory is read in its order. Dim: of a known head the loops vanish.
-  template <int kHeads, bool kWhole, class Dim, class A>
+  template <int kHeads, bool kFull, class Dim, class A>
   static void score_rows(const T* const (&row)[kKeys], const Word* q, Dim head_dim, float* scores, const A& ahead) {
     Sum sum[kHeads][kKeys];
     const int64_t stride = padded<Lanes>(head_dim);
@@ -235,7 +235,7 @@ struct PairProducts {
       for (int h = 0; h < kHeads; ++h) sum[h][k] = P::zero();
       for (int64_t d = 0; d < head_dim; d += 32) {
         constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
-        __m512i x = kWhole ? P::load(row[k] + d) : P::load(row[k] + d, first_of_unit(head_dim - d));
+        __m512i x = kFull ? P::load(row[k] + d) : P::load(row[k] + d, first_of_unit(head_dim - d));
         if (d * kBytes % kLineBytes == 0) x = beside(x, ahead, (k * head_dim + d) * kBytes);
 #pragma GCC unroll 4
         for (int h = 0; h < kHeads; ++h)
@@ -245,7 +245,7 @@ struct PairProducts {
     store_sums<kHeads>(sum, scores);
   }
 
-  struct Tile {
+  struct WeightTile {
     const T* rows;
     int64_t head_dim, count;
     const Word* weights;
@@ -254,7 +254,7 @@ struct PairProducts {
   };
 
   template <int kHeads, bool kPaired, class N>
-  static void weigh_tile(const Tile& tile, N& next) {
+  static void weigh_tile(const WeightTile& tile, N& next) {
     int64_t d = 0;
     if constexpr (kHeads <= 2)
       for (; d + 128 <= tile.head_dim; d += 128) weigh_columns<kHeads, 4, true, kPaired>(tile, d, next);
@@ -263,8 +263,8 @@ struct PairProducts {
   }
 
   // kUnits units from column d on. An odd last row is paired with zeros.
-  template <int kHeads, int kUnits, bool kWhole, bool kPaired, class N>
-  static void weigh_columns(const Tile& tile, int64_t d, N& next) {
+  template <int kHeads, int kUnits, bool kFull, bool kPaired, class N>
+  static void weigh_columns(const WeightTile& tile, int64_t d, N& next) {
     Sum sum[kHeads][2 * kUnits];
     float* const values = tile.values + d;
 #pragma GCC unroll 4
@@ -273,7 +273,7 @@ struct PairProducts {
       for (int u = 0; u < 2 * kUnits; ++u)
         sum[h][u] = P::from_float(_mm512_loadu_ps(values + h * tile.stride + u * 16));
     const __mmask32 mask = first_of_unit(tile.head_dim - d);
-    const auto load = [mask](const T* p) { return kWhole ? P::load(p) : P::load(p, mask); };
+    const auto load = [mask](const T* p) { return kFull ? P::load(p) : P::load(p, mask); };
     const T* at = tile.rows + d;
     for (int64_t i = 0; i < tile.count; i += 2, at += 2 * tile.head_dim) {
       constexpr int64_t kBytes = 2 * 32 * static_cast<int64_t>(sizeof(T));

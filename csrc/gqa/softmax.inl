@@ -23,7 +23,7 @@ int64_t padded(int64_t count) {
 }
 
 template <class S>
-int64_t whole_vectors(int64_t count) {
+int64_t rounded_to_vectors(int64_t count) {
   return (count + S::kWidth - 1) / S::kWidth * S::kWidth;
 }
 
@@ -39,9 +39,9 @@ template <class S>
 typename S::V tanh(typename S::V x) {
   x = S::mul(x, S::set(2.0f * kLog2E));
   x = S::min(S::set(60.0f), S::max(S::set(-60.0f), x));
-  const auto whole = S::round(x);
-  const auto f = S::sub(x, whole);
-  const auto power = S::scale(S::set(1.0f), whole);
+  const auto integer = S::round(x);
+  const auto f = S::sub(x, integer);
+  const auto power = S::scale(S::set(1.0f), integer);
   const auto grown = S::fma(S::mul(exp2_slope<S>(f), f), power, S::sub(power, S::set(1.0f)));
   return S::div(grown, S::add(grown, S::set(2.0f)));
 }

@@ -14,11 +14,11 @@ namespace moelight {
 namespace {
 
 // Pieces of one workspace of the calling thread, one after the other; those of a copy begin where it was copied.
-class Pieces {
+class WorkspaceParts {
  public:
-  explicit Pieces(int64_t bytes) {
-    thread_local Workspace own;
-    next_ = own.bytes(bytes);
+  explicit WorkspaceParts(int64_t bytes) {
+    thread_local Workspace memory;
+    next_ = memory.bytes(bytes);
   }
 
   template <class T = void>
@@ -124,19 +124,19 @@ void add_experts(const Layer& layer, const Activations& x, const Activations& ou
 
 int64_t row_bytes(const Layer& layer) { return layer.hidden * dtype_bytes(layer.dtype); }
 
-int64_t room_before(const Layer& layer, int64_t tokens) { return Workspace::aligned(tokens * row_bytes(layer)); }
+int64_t workspace_before(const Layer& layer, int64_t tokens) { return Workspace::aligned(tokens * row_bytes(layer)); }
 
 void before(const Layer& layer, const Activations& hidden, const Rotation& rotation, const Activations& qkv,
-            Pieces pieces, int threads) {
+            WorkspaceParts pieces, int threads) {
   const Activations x = {pieces.take(hidden.tokens * row_bytes(layer)), hidden.tokens, layer.hidden};
   norm(layer, layer.input_norm, 1, layer.hidden, hidden, {}, x, threads);
   multiply(layer.qkv, layer.dtype, x, qkv, threads);
   if (layer.q_norm != nullptr) {
     const Activations keys = part(layer, qkv, layer.queries);
-    const int64_t each = layer.head_dim, queries = layer.queries, count = layer.keys;
+    const int64_t head_dim = layer.head_dim, queries = layer.queries, count = layer.keys;
     const bool all = layer.norms_all;
-    norm(layer, layer.q_norm, all ? 1 : queries, all ? queries * each : each, qkv, {}, qkv, threads);
-    norm(layer, layer.k_norm, all ? 1 : count, all ? count * each : each, keys, {}, keys, threads);
+    norm(layer, layer.q_norm, all ? 1 : queries, all ? queries * head_dim : head_dim, qkv, {}, qkv, threads);
+    norm(layer, layer.k_norm, all ? 1 : count, all ? count * head_dim : head_dim, keys, {}, keys, threads);
   }
   rotate({.dtype = layer.dtype,
           .tokens = qkv.tokens,
@@ -163,14 +163,14 @@ void attend(const Layer& layer, const Activations& qkv, GqaArgs cache, const Act
   gqa_decode(cache);
 }
 
-int64_t room_after(const Layer& layer, int64_t tokens, int64_t experts) {
+int64_t workspace_after(const Layer& layer, int64_t tokens, int64_t experts) {
   return 2 * Workspace::aligned(tokens * row_bytes(layer)) +
          Workspace::aligned(tokens * experts * dtype_bytes(layer.dtype)) +
          5 * Workspace::aligned(4 * tokens * layer.top_k) + Workspace::aligned(4 * (experts + 1));
 }
 
 void after(const Layer& layer, const Activations& hidden, const Activations& attention, const ExpertArgs& experts,
-           const Activations& rows, Pieces pieces, int threads) {
+           const Activations& rows, WorkspaceParts pieces, int threads) {
   const int64_t tokens = hidden.tokens, row = row_bytes(layer), index = 4 * tokens * layer.top_k;
   const Activations projected = {pieces.take(tokens * row), tokens, layer.hidden};
   const Activations x = {pieces.take(tokens * row), tokens, layer.hidden};
@@ -187,7 +187,7 @@ void after(const Layer& layer, const Activations& hidden, const Activations& att
   multiply(layer.router, layer.dtype, x, logits, threads);
   choose(layer, logits.data, tokens, experts.experts, routing, threads);
   for (int64_t e = 0; e < experts.experts; ++e)
-    if (routing.offsets[e + 1] > routing.offsets[e] && !experts.down[e].given())
+    if (routing.offsets[e + 1] > routing.offsets[e] && !experts.down[e].present())
       throw std::out_of_range("experts: " + std::to_string(e) + " has tokens and None");
   add_experts(layer, x, hidden, experts, routing, static_cast<char*>(rows.data), threads);
 }
@@ -196,12 +196,13 @@ void after(const Layer& layer, const Activations& hidden, const Activations& att
 
 void before_attention(const Layer& layer, const Activations& hidden, const Rotation& rotation, const Activations& qkv,
                       int threads) {
-  before(layer, hidden, rotation, qkv, Pieces(room_before(layer, hidden.tokens)), threads);
+  before(layer, hidden, rotation, qkv, WorkspaceParts(workspace_before(layer, hidden.tokens)), threads);
 }
 
 void after_attention(const Layer& layer, const Activations& hidden, const Activations& attention,
                      const ExpertArgs& experts, const Activations& rows, int threads) {
-  after(layer, hidden, attention, experts, rows, Pieces(room_after(layer, hidden.tokens, experts.experts)), threads);
+  after(layer, hidden, attention, experts, rows, WorkspaceParts(workspace_after(layer, hidden.tokens, experts.experts)),
+        threads);
 }
 
 void decode_layer(const Layer& layer, const Activations& hidden, const Rotation& rotation, const GqaArgs& cache,
@@ -209,8 +210,8 @@ void decode_layer(const Layer& layer, const Activations& hidden, const Rotation&
   const int64_t tokens = hidden.tokens, columns = layer.qkv.format.rows, attended = layer.queries * layer.head_dim;
   const int64_t qkv_bytes = tokens * columns * dtype_bytes(layer.dtype);
   const int64_t out_bytes = tokens * attended * dtype_bytes(layer.dtype);
-  Pieces pieces(Workspace::aligned(qkv_bytes) + Workspace::aligned(out_bytes) +
-                std::max(room_before(layer, tokens), room_after(layer, tokens, experts.experts)));
+  WorkspaceParts pieces(Workspace::aligned(qkv_bytes) + Workspace::aligned(out_bytes) +
+                        std::max(workspace_before(layer, tokens), workspace_after(layer, tokens, experts.experts)));
   const Activations qkv = {pieces.take(qkv_bytes), tokens, columns};
   const Activations attention = {pieces.take(out_bytes), tokens, attended};
   before(layer, hidden, rotation, qkv, pieces, threads);

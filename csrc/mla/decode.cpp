@@ -26,12 +26,12 @@ constexpr int64_t kLeastHeads = 16;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Some heads of one sequence; their partials lie side by side in the order of the context.
-struct Group {
+struct MlaGroup {
   MlaPiece piece;
   int64_t first_part, parts;
 };
 
-struct Task {
+struct MlaTask {
   MlaPiece piece;
   int64_t group, part;
 };
@@ -48,11 +48,11 @@ class Wave {
 
   // The first sequence after those that share a wave with `first`.
   static int64_t end_of(const MlaArgs& args, int64_t first) {
-    const int64_t room = std::max<int64_t>(1, kPartialFloats / (args.heads * args.latent));
+    const int64_t max_parts = std::max<int64_t>(1, kPartialFloats / (args.heads * args.latent));
     int64_t parts = 0, last = first;
     while (last < args.batch) {
       parts += ceil_div(args.seq_lens[last], kMlaChunk);
-      if (parts > room && last > first) break;
+      if (parts > max_parts && last > first) break;
       ++last;
     }
     return last;
@@ -61,11 +61,11 @@ class Wave {
   void run() {
     const int dtype = static_cast<int>(args_.dtype);
     parallel_for(args_.threads, static_cast<int64_t>(tasks_.size()), [&](int64_t i, int worker) {
-      const Task& task = tasks_[i];
+      const MlaTask& task = tasks_[i];
       kernels_.attend[dtype](args_, task.piece, scratch_ + worker * scratch_floats_, parts_[task.part]);
       // Whoever finishes a group's last piece joins them all; the order of joining is that of the context.
       if (unfinished_[task.group].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-      const Group& group = groups_[task.group];
+      const MlaGroup& group = groups_[task.group];
       kernels_.merge[dtype](args_, group.piece, &parts_[group.first_part], group.parts);
     });
   }
@@ -126,8 +126,8 @@ class Wave {
   const MlaArgs& args_;
   const MlaKernels& kernels_ = active_kernels();
   int64_t group_heads_ = 0, scratch_floats_ = 0;
-  std::vector<Task> tasks_;
-  std::vector<Group> groups_;
+  std::vector<MlaTask> tasks_;
+  std::vector<MlaGroup> groups_;
   std::vector<Partial> parts_;
   std::unique_ptr<std::atomic<int64_t>[]> unfinished_;
   float* scratch_ = nullptr;

@@ -90,18 +90,18 @@ void value_tile(const float* rows, int64_t width, int64_t count, const float* we
 // is brought down.
 template <class S>
 void soften(float* scores, int64_t count, float& maximum, float& total, float* values, int64_t columns) {
-  const int64_t whole = whole_vectors<S>(count);
-  for (int64_t i = count; i < whole; ++i) scores[i] = -kInfinity;
+  const int64_t padded_count = rounded_to_vectors<S>(count);
+  for (int64_t i = count; i < padded_count; ++i) scores[i] = -kInfinity;
   auto top = S::load(scores);
-  for (int64_t i = S::kWidth; i < whole; i += S::kWidth) top = S::max(top, S::load(scores + i));
-  const float found = S::reduce_max(top);
-  if (!(found <= maximum)) {
-    const float factor = exp2_of<S>(maximum - found);
-    maximum = found, total *= factor;
+  for (int64_t i = S::kWidth; i < padded_count; i += S::kWidth) top = S::max(top, S::load(scores + i));
+  const float highest = S::reduce_max(top);
+  if (!(highest <= maximum)) {
+    const float factor = exp2_of<S>(maximum - highest);
+    maximum = highest, total *= factor;
     for (int64_t d = 0; d < columns; d += S::kWidth) S::store(values + d, S::mul(S::load(values + d), S::set(factor)));
   }
   auto sum = S::zero();
-  for (int64_t i = 0; i < whole; i += S::kWidth) {
+  for (int64_t i = 0; i < padded_count; i += S::kWidth) {
     const auto weight = exp2<S>(S::sub(S::load(scores + i), S::set(maximum)));
     S::store(scores + i, weight);
     sum = S::add(sum, weight);
@@ -130,11 +130,11 @@ class Sweep {
     std::memset(rows_, 0, static_cast<size_t>(kMlaRows * width_) * sizeof(float));
     std::memset(part_.values, 0, static_cast<size_t>(heads_ * columns_) * sizeof(float));
     for (int64_t h = 0; h < heads_; ++h) part_.maximum[h] = -kInfinity, part_.sum[h] = 0.0f;
-    Run runs[kMlaChunk];
+    LatentRun runs[kMlaChunk];
     const int64_t row_bytes = row_elements_ * static_cast<int64_t>(sizeof(T));
     Lead lead(runs, find_runs(runs), row_bytes);
     // The lead is a block ahead: the first comes with its own widening, each later one while its forerunner is summed.
-    const Run* run = runs;
+    const LatentRun* run = runs;
     int64_t at_run = 0;
     for (int64_t at = piece_.begin; at < piece_.end; at += kMlaRows) {
       const int64_t count = piece_.end - at < kMlaRows ? piece_.end - at : kMlaRows;
@@ -164,13 +164,13 @@ class Sweep {
     }
   }
 
-  Run* find_runs(Run* runs) const {
+  LatentRun* find_runs(LatentRun* runs) const {
     const int32_t* table = args_.tables + piece_.sequence * args_.table_stride;
     for (int64_t at = piece_.begin; at < piece_.end; at += (runs++)->count) {
       const int64_t block = at / args_.block_size, offset = at % args_.block_size;
-      const int64_t room = args_.block_size - offset, left = piece_.end - at;
+      const int64_t in_block = args_.block_size - offset, left = piece_.end - at;
       const T* first = static_cast<const T*>(args_.cache) + table[block] * args_.cache_stride + offset * row_elements_;
-      *runs = {reinterpret_cast<const char*>(first), room < left ? room : left};
+      *runs = {reinterpret_cast<const char*>(first), in_block < left ? in_block : left};
     }
     return runs;
   }

@@ -18,17 +18,17 @@ constexpr int64_t kUnit = 2 * S::kWidth;
 template <class S, class T>
 void load(const T* p, int64_t count, typename S::V& a, typename S::V& b) {
   if (count == kUnit<S>) return S::load2(p, a, b);
-  T whole[kUnit<S>] = {};
-  std::memcpy(whole, p, static_cast<size_t>(count) * sizeof(T));
-  S::load2(whole, a, b);
+  T buffer[kUnit<S>] = {};
+  std::memcpy(buffer, p, static_cast<size_t>(count) * sizeof(T));
+  S::load2(buffer, a, b);
 }
 
 template <class S, class T>
 void store(T* p, int64_t count, typename S::V a, typename S::V b) {
   if (count == kUnit<S>) return S::store2(p, a, b);
-  T whole[kUnit<S>];
-  S::store2(whole, a, b);
-  std::memcpy(p, whole, static_cast<size_t>(count) * sizeof(T));
+  T buffer[kUnit<S>];
+  S::store2(buffer, a, b);
+  std::memcpy(p, buffer, static_cast<size_t>(count) * sizeof(T));
 }
 
 template <class S, class T>

@@ -19,7 +19,7 @@ struct Int8Tile : AmxTile {
 // Six sums; the operands stay in the other two tiles.
 template <class T>
 void run(int64_t rounds) {
-  T::enter();
+  T::configure();
   for (int64_t i = 0; i < rounds * kPerRound; ++i) {
     T::template multiply_add<0, 6, 7>(), T::template multiply_add<1, 6, 7>(), T::template multiply_add<2, 6, 7>();
     T::template multiply_add<3, 6, 7>(), T::template multiply_add<4, 6, 7>(), T::template multiply_add<5, 6, 7>();

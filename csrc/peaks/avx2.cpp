@@ -5,7 +5,7 @@
 namespace moelight {
 namespace {
 
-struct Avx2 {
+struct Avx2Unit {
   using V = __m256;
   static constexpr int kChains = 12;
   static constexpr double kFlop = 16;
@@ -19,6 +19,6 @@ struct Avx2 {
 
 }  // namespace
 
-ProductUnit product_avx2() { return unit<Avx2>(); }
+ProductUnit product_avx2() { return unit<Avx2Unit>(); }
 
 }  // namespace moelight

@@ -5,7 +5,7 @@
 namespace moelight {
 namespace {
 
-struct Avx512 {
+struct Avx512Unit {
   using V = __m512;
   static constexpr int kChains = 24;
   static constexpr double kFlop = 32;
@@ -19,6 +19,6 @@ struct Avx512 {
 
 }  // namespace
 
-ProductUnit product_avx512() { return unit<Avx512>(); }
+ProductUnit product_avx512() { return unit<Avx512Unit>(); }
 
 }  // namespace moelight

@@ -5,7 +5,7 @@
 namespace moelight {
 namespace {
 
-struct Neon {
+struct NeonUnit {
   using V = float32x4_t;
   static constexpr int kChains = 16;
   static constexpr double kFlop = 8;
@@ -19,6 +19,6 @@ struct Neon {
 
 }  // namespace
 
-ProductUnit product_neon() { return unit<Neon>(); }
+ProductUnit product_neon() { return unit<NeonUnit>(); }
 
 }  // namespace moelight

@@ -5,7 +5,7 @@
 namespace moelight {
 namespace {
 
-struct NeonDots {
+struct NeonDotsUnit {
   using V = int32x4_t;
   static constexpr int kChains = 16;
   static constexpr double kFlop = 32;
@@ -19,6 +19,6 @@ struct NeonDots {
 
 }  // namespace
 
-ProductUnit product_neon_dots() { return unit<NeonDots>(); }
+ProductUnit product_neon_dots() { return unit<NeonDotsUnit>(); }
 
 }  // namespace moelight

@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kStreams = 4, kPart = int64_t{1} << 20, kLine = 64, kAhead = 1024;
 
 #if defined(__SSE2__)
-struct Sum {
+struct XorSum {
   __m128i lanes[4] = {};
 
   void line(const char* p) {
@@ -35,7 +35,7 @@ struct Sum {
   }
 };
 #else
-struct Sum {
+struct XorSum {
   uint64_t lanes[kLine / 8] = {};
 
   void line(const char* p) {
@@ -52,14 +52,14 @@ struct Sum {
 #endif
 
 uint64_t read_streams(const char* p) {
-  Sum sum;
+  XorSum sum;
   for (int64_t at = 0; at < kPart; at += kLine)
     for (int64_t stream = 0; stream < kStreams; ++stream) sum.line(p + stream * kPart + at);
   return sum.value();
 }
 
 uint64_t read_rest(const char* p, int64_t count) {
-  Sum sum;
+  XorSum sum;
   int64_t at = 0;
   for (; at + kLine <= count; at += kLine) sum.line(p + at);
   uint64_t all = sum.value();
@@ -88,11 +88,12 @@ ProductUnit unit_for([[maybe_unused]] ProductType product) {
 
 uint64_t read_peak(const char* bytes, int64_t count, int threads) {
   constexpr int64_t kPiece = kStreams * kPart;
-  const int64_t whole = count / kPiece;
+  const int64_t full_pieces = count / kPiece;
   std::atomic<uint64_t> all{0};
-  parallel_for(threads, whole + 1, [&](int64_t piece, int) {
+  parallel_for(threads, full_pieces + 1, [&](int64_t piece, int) {
     const char* p = bytes + piece * kPiece;
-    all.fetch_xor(piece < whole ? read_streams(p) : read_rest(p, count - whole * kPiece), std::memory_order_relaxed);
+    all.fetch_xor(piece < full_pieces ? read_streams(p) : read_rest(p, count - full_pieces * kPiece),
+                  std::memory_order_relaxed);
   });
   return all.load();
 }
@@ -100,9 +101,9 @@ uint64_t read_peak(const char* bytes, int64_t count, int threads) {
 double product_peak(ProductType product, int64_t rounds, int threads) {
   const ProductUnit unit = unit_for(product);
   // Shares small enough that a thread which comes late is no loss.
-  const int64_t shares = 64 * static_cast<int64_t>(threads), each = std::max<int64_t>(1, rounds / 64);
-  parallel_for(threads, shares, [&](int64_t, int) { unit.run(each); });
-  return unit.flop_per_round * static_cast<double>(shares * each);
+  const int64_t shares = 64 * static_cast<int64_t>(threads), rounds_per_share = std::max<int64_t>(1, rounds / 64);
+  parallel_for(threads, shares, [&](int64_t, int) { unit.run(rounds_per_share); });
+  return unit.flop_per_round * static_cast<double>(shares * rounds_per_share);
 }
 
 }  // namespace moelight

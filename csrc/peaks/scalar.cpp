@@ -3,7 +3,7 @@
 namespace moelight {
 namespace {
 
-struct Scalar {
+struct ScalarUnit {
   using V = float;
   static constexpr int kChains = 8;
   static constexpr double kFlop = 2;
@@ -19,6 +19,6 @@ struct Scalar {
 
 }  // namespace
 
-ProductUnit product_scalar() { return unit<Scalar>(); }
+ProductUnit product_scalar() { return unit<ScalarUnit>(); }
 
 }  // namespace moelight

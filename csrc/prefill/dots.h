@@ -36,10 +36,10 @@ struct Dots {
 
   // Rows and steps of a product come in multiples of these.
   static constexpr int64_t kRowTile = Lanes::kTileRows, kStepTile = 1;
-  static void multiply(const Product& p) { moelight::multiply<Dots>(p); }
+  static void multiply(const PromptProduct& p) { moelight::multiply<Dots>(p); }
 
   // Around all products of a tile of queries.
-  static void enter() {}
+  static void configure() {}
   static void leave() {}
 
   static V multiply_add(V a, V b, V sum) {

@@ -17,23 +17,23 @@ namespace moelight {
 namespace {
 
 template <class M>
-class Attend {
+class AttendPrompt {
   using S = typename M::Lanes;
   using T = typename M::Stored;
 
  public:
   static int64_t scratch_floats(int64_t head_dim, int64_t rows) {
-    const int64_t depth = M::depth(head_dim), lanes = M::lanes(head_dim), whole = padded(rows);
-    return whole * (depth + kPromptScoreRow + lanes + S::kWidth + 2) + kKeyBlock * (depth + lanes + 2 * head_dim) +
-           S::kWidth * depth + 10 * kAligned;
+    const int64_t depth = M::depth(head_dim), lanes = M::lanes(head_dim), padded_rows = padded(rows);
+    return padded_rows * (depth + kPromptScoreRow + lanes + S::kWidth + 2) +
+           kKeyBlock * (depth + lanes + 2 * head_dim) + S::kWidth * depth + 10 * kAligned;
   }
 
-  Attend(const PrefillArgs& args, const QueryTile& tile, float* scratch)
+  AttendPrompt(const PrefillArgs& args, const QueryTile& tile, float* scratch)
       : args_(args),
         tile_(tile),
         heads_(args.q_heads / args.kv_heads),
         rows_((tile.end - tile.begin) * heads_),
-        whole_(padded(rows_)),
+        padded_rows_(padded(rows_)),
         depth_(M::depth(args.head_dim)),
         lanes_(M::lanes(args.head_dim)),
         context_(args.context ? args.context[tile.sequence] : 0) {
@@ -42,12 +42,12 @@ class Attend {
       scratch += (floats + kAligned - 1) / kAligned * kAligned;
       return taken;
     };
-    queries_ = take(whole_ * depth_);
-    scores_ = take(whole_ * kPromptScoreRow);
-    sums_ = take(whole_ * lanes_);
-    total_ = take(whole_ * S::kWidth);
-    maximum_ = take(whole_);
-    factor_ = take(whole_);
+    queries_ = take(padded_rows_ * depth_);
+    scores_ = take(padded_rows_ * kPromptScoreRow);
+    sums_ = take(padded_rows_ * lanes_);
+    total_ = take(padded_rows_ * S::kWidth);
+    maximum_ = take(padded_rows_);
+    factor_ = take(padded_rows_);
     keys_ = take(kKeyBlock * depth_);
     values_ = take(kKeyBlock * lanes_);
     staging_ = take(S::kWidth * depth_);
@@ -80,8 +80,8 @@ class Attend {
   }
 
   void begin() {
-    std::memset(sums_, 0, static_cast<size_t>(whole_ * lanes_) * sizeof(float));
-    std::memset(total_, 0, static_cast<size_t>(whole_ * S::kWidth) * sizeof(float));
+    std::memset(sums_, 0, static_cast<size_t>(padded_rows_ * lanes_) * sizeof(float));
+    std::memset(total_, 0, static_cast<size_t>(padded_rows_ * S::kWidth) * sizeof(float));
     for (int64_t r = 0; r < rows_; ++r) {
       M::pack_query(static_cast<const T*>(args_.q) + offset(r, args_.q_stride), args_.head_dim, queries_ + r * depth_);
       maximum_[r] = kLowest;
@@ -89,15 +89,15 @@ class Attend {
       maximum_[r] = args_.sinks[tile_.kv_head * heads_ + r % heads_] * kLog2E;
       total_[r * S::kWidth] = 1.0f;
     }
-    for (int64_t r = rows_; r < whole_; ++r) {
+    for (int64_t r = rows_; r < padded_rows_; ++r) {
       std::memset(queries_ + r * depth_, 0, static_cast<size_t>(depth_) * sizeof(float));
       maximum_[r] = kLowest;
     }
   }
 
   // One row of the cache in the dtype of the queries, in a place of its own.
-  const T* widen(const int8_t* row, float scale, int64_t place) const {
-    T* const wide = widened_ + place * args_.head_dim;
+  const T* widen(const int8_t* row, float scale, int64_t slot) const {
+    T* const wide = widened_ + slot * args_.head_dim;
     for (int64_t d = 0; d < args_.head_dim; ++d) from_float(static_cast<float>(row[d]) * scale, wide[d]);
     return wide;
   }
@@ -119,8 +119,8 @@ class Attend {
       const int64_t index = position / args_.block_size, within = position % args_.block_size;
       const int64_t page = args_.tables[tile_.sequence * args_.table_stride + index];
       const int64_t slot = tile_.kv_head * args_.block_size + within;
-      const int64_t room = args_.block_size - within, left = context_ - position;
-      const int64_t run = room < left ? room : left, stop = i + run < count ? i + run : count;
+      const int64_t in_block = args_.block_size - within, left = context_ - position;
+      const int64_t run = in_block < left ? in_block : left, stop = i + run < count ? i + run : count;
       const int64_t k_at = page * args_.k_cache_stride + slot * head_dim;
       const int64_t v_at = page * args_.v_cache_stride + slot * head_dim;
       if (args_.k_scale) {
@@ -141,7 +141,7 @@ class Attend {
     for (i = count; i < places; ++i) k_rows_[i] = k_rows_[count - 1];
   }
 
-  Span seen(int64_t row, int64_t block, int64_t places) const {
+  KeyRange seen(int64_t row, int64_t block, int64_t places) const {
     const int64_t position = context_ + tile_.begin + row / heads_;
     const int64_t low = first_seen(position) - block, high = position + 1 - block;
     return {low > 0 ? low : 0, high < places ? high : places};
@@ -152,16 +152,16 @@ class Attend {
     find(block, from, count, places);
     for (int64_t i = 0; i < places; i += S::kWidth) M::pack_keys(k_rows_ + i, args_.head_dim, staging_, keys_ + i);
     M::pack_values(v_rows_, count, args_.head_dim, values_);
-    M::multiply({queries_, depth_, whole_, depth_, keys_, kKeyBlock, places, scores_, kPromptScoreRow, nullptr});
+    M::multiply({queries_, depth_, padded_rows_, depth_, keys_, kKeyBlock, places, scores_, kPromptScoreRow, nullptr});
     const Logits<S> logits(args_.scale, args_.softcap);
-    for (int64_t r = 0; r < whole_; ++r) {
-      const Span span = r < rows_ ? seen(r, block, places) : Span{0, 0};
+    for (int64_t r = 0; r < padded_rows_; ++r) {
+      const KeyRange span = r < rows_ ? seen(r, block, places) : KeyRange{0, 0};
       soften<M>(logits, scores_ + r * kPromptScoreRow, span, places,
                 {maximum_ + r, total_ + r * S::kWidth, factor_ + r});
     }
     const int64_t words = (count + M::kKeysPerWord - 1) / M::kKeysPerWord;
     const int64_t steps = (words + M::kStepTile - 1) / M::kStepTile * M::kStepTile;
-    M::multiply({scores_, kPromptScoreRow, whole_, steps, values_, lanes_, lanes_, sums_, lanes_, factor_});
+    M::multiply({scores_, kPromptScoreRow, padded_rows_, steps, values_, lanes_, lanes_, sums_, lanes_, factor_});
   }
 
   void finish() const {
@@ -173,7 +173,7 @@ class Attend {
 
   const PrefillArgs& args_;
   const QueryTile& tile_;
-  const int64_t heads_, rows_, whole_, depth_, lanes_, context_;
+  const int64_t heads_, rows_, padded_rows_, depth_, lanes_, context_;
   float *queries_, *scores_, *sums_, *total_, *maximum_, *factor_, *keys_, *values_, *staging_;
   T* widened_;
   const T *k_rows_[kKeyBlock], *v_rows_[kKeyBlock];
@@ -181,8 +181,8 @@ class Attend {
 
 template <class M>
 void attend(const PrefillArgs& args, const QueryTile& tile, float* scratch) {
-  M::enter();
-  Attend<M>(args, tile, scratch).run();
+  M::configure();
+  AttendPrompt<M>(args, tile, scratch).run();
   M::leave();
 }
 
@@ -190,8 +190,8 @@ void attend(const PrefillArgs& args, const QueryTile& tile, float* scratch) {
 template <class S, class B16 = Wide<S, Bf16>>
 const PrefillKernels& kernels() {
   const auto scratch_floats = [](int64_t head_dim, int64_t rows) {
-    const int64_t wide = Attend<Wide<S, float>>::scratch_floats(head_dim, rows);
-    const int64_t b16 = Attend<B16>::scratch_floats(head_dim, rows);
+    const int64_t wide = AttendPrompt<Wide<S, float>>::scratch_floats(head_dim, rows);
+    const int64_t b16 = AttendPrompt<B16>::scratch_floats(head_dim, rows);
     return wide > b16 ? wide : b16;
   };
   static const PrefillKernels table = {scratch_floats, {attend<Wide<S, float>>, attend<B16>, attend<Wide<S, Fp16>>}};

@@ -33,13 +33,13 @@ const PrefillKernels& active_kernels() {
 const PrefillKernels& active_kernels() { return MOELIGHT_ACTIVE(prefill)(); }
 #endif
 
-struct Free {
+struct FreeFloats {
   void operator()(float* p) const { std::free(p); }
 };
 
 // Grows and never shrinks, one for each calling thread: a fresh mapping at every call would fault in page by page.
 float* workspace(int64_t floats) {
-  thread_local std::unique_ptr<float, Free> memory;
+  thread_local std::unique_ptr<float, FreeFloats> memory;
   thread_local int64_t capacity = 0;
   if (floats > capacity) {
     memory.reset();

@@ -7,7 +7,7 @@
 namespace moelight {
 namespace {
 
-struct Product {
+struct PromptProduct {
   const float* a;  // [rows, steps] words, rows a_stride apart; rows a multiple of M::kRowTile
   int64_t a_stride, rows, steps;
   const float* b;  // [steps, lanes] words, rows b_stride apart; lanes a multiple of S::kWidth
@@ -19,7 +19,7 @@ struct Product {
 
 // The loops over a tile are unrolled by name: left to itself gcc 12 carries the sums through memory.
 template <class M, int kVectors>
-void product_tile(const Product& p, int64_t row, int64_t lane) {
+void product_tile(const PromptProduct& p, int64_t row, int64_t lane) {
   using S = typename M::Lanes;
   constexpr int kRows = S::kTileRows;
   typename S::V sum[kRows][kVectors];
@@ -57,7 +57,7 @@ void product_tile(const Product& p, int64_t row, int64_t lane) {
 
 // The block's lanes stay in the first-level cache while the rows pass over them.
 template <class M, int kVectors = M::Lanes::kTileVectors>
-void multiply(const Product& p, int64_t lane = 0) {
+void multiply(const PromptProduct& p, int64_t lane = 0) {
   using S = typename M::Lanes;
   for (; lane + kVectors * S::kWidth <= p.lanes; lane += kVectors * S::kWidth)
     for (int64_t row = 0; row < p.rows; row += S::kTileRows) product_tile<M, kVectors>(p, row, lane);

@@ -38,7 +38,7 @@ class Logits {
 };
 
 // Keys [begin, end) of a block.
-struct Span {
+struct KeyRange {
   int64_t begin, end;
 };
 
@@ -52,7 +52,7 @@ struct RowState {
 // Turns `count` products (a multiple of M::kUnit) into weights, in place, packed as M wants them. Keys that the row
 // does not see weigh exactly nothing.
 template <class M>
-void soften(const Logits<typename M::Lanes>& logits, float* row, Span seen, int64_t count, const RowState& state) {
+void soften(const Logits<typename M::Lanes>& logits, float* row, KeyRange seen, int64_t count, const RowState& state) {
   using S = typename M::Lanes;
   if (seen.begin >= seen.end) {
     for (int64_t i = 0; i < count / M::kKeysPerWord; ++i) row[i] = 0.0f;

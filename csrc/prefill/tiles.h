@@ -14,24 +14,24 @@ template <class Tile>
 struct Tiles : Dots {
   static constexpr int64_t kRowTile = 32, kStepTile = 16;
 
-  static void enter() { Tile::enter(); }
+  static void configure() { Tile::configure(); }
   static void leave() { Tile::leave(); }
 
   // The whole of a step is multiplied: pairs of keys behind the last are zero.
   static void pack_values(const Bf16* const* rows, int64_t count, int64_t head_dim, float* words) {
     Dots::pack_values(rows, count, head_dim, words);
-    const int64_t pairs = (count + 1) / 2, whole = (pairs + kStepTile - 1) / kStepTile * kStepTile;
+    const int64_t pairs = (count + 1) / 2, padded_pairs = (pairs + kStepTile - 1) / kStepTile * kStepTile;
     const int64_t stride = lanes(head_dim);
-    std::memset(words + pairs * stride, 0, static_cast<size_t>((whole - pairs) * stride) * sizeof(float));
+    std::memset(words + pairs * stride, 0, static_cast<size_t>((padded_pairs - pairs) * stride) * sizeof(float));
   }
 
-  static void multiply(const Product& p) {
+  static void multiply(const PromptProduct& p) {
     for (int64_t lane = 0; lane < p.lanes; lane += 32)
       for (int64_t row = 0; row < p.rows; row += kRowTile) product_tiles(p, row, lane);
   }
 
  private:
-  static void product_tiles(const Product& p, int64_t row, int64_t lane) {
+  static void product_tiles(const PromptProduct& p, int64_t row, int64_t lane) {
     float* const c = p.c + row * p.c_stride + lane;
     const int64_t below = 16 * p.c_stride;
     if (p.factor) {
@@ -53,7 +53,7 @@ struct Tiles : Dots {
     Tile::template store<2>(c + below, p.c_stride), Tile::template store<3>(c + below + 16, p.c_stride);
   }
 
-  static void rescale(const Product& p, int64_t row, float* c) {
+  static void rescale(const PromptProduct& p, int64_t row, float* c) {
     for (int64_t r = row; r < row + kRowTile; ++r, c += p.c_stride) {
       const V factor = Lanes::set(p.factor[r]);
       Lanes::store(c, Lanes::mul(Lanes::load(c), factor));

@@ -21,10 +21,10 @@ struct Wide {
 
   // Rows and steps of a product come in multiples of these.
   static constexpr int64_t kRowTile = S::kTileRows, kStepTile = 1;
-  static void multiply(const Product& p) { moelight::multiply<Wide>(p); }
+  static void multiply(const PromptProduct& p) { moelight::multiply<Wide>(p); }
 
   // Around all products of a tile of queries.
-  static void enter() {}
+  static void configure() {}
   static void leave() {}
 
   static V multiply_add(V a, V b, V sum) { return S::fma(a, b, sum); }

@@ -98,7 +98,7 @@ void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int6
               int64_t stride) {
   constexpr int kSide = summed_rows(kTokens), kSums = kSide * kTokens;
   static_assert(kSums % 8 == 0);
-  const Blocks blocks(q.columns);
+  const DepthBlocks blocks(q.columns);
   const int64_t last = row + rows - 1;  // is repeated; nobody reads those sums
   const auto at = side_by_side<kSide>([&](int r) { return std::min(row + r, last); });
   const char* const codes = reinterpret_cast<const char*>(q.codes) + row * q.row_bytes + lead;

@@ -34,8 +34,8 @@ void advance(iovec*& pieces, int& count, size_t bytes) {
 }  // namespace
 
 std::string ReadFault::text() const {
-  const std::string what = code == kEndsEarly ? "the file ends early" : std::strerror(code);
-  return what + ", at byte " + std::to_string(offset);
+  const std::string message = code == kEndsEarly ? "the file ends early" : std::strerror(code);
+  return message + ", at byte " + std::to_string(offset);
 }
 
 ReadFile::ReadFile(std::string path, bool direct) : path_(std::move(path)) {

@@ -58,8 +58,8 @@ bool ReadRequest::wait(double seconds) {
   return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return finished(); });
 }
 
-void ReadRequest::finish(char* room, int64_t bytes) {
-  if (arrange_ && fault_.none()) arrange_(room, bytes);
+void ReadRequest::finish(char* buffer, int64_t bytes) {
+  if (arrange_ && fault_.none()) arrange_(buffer, bytes);
   if (done_) {
     done_(fault_);
     done_ = nullptr;
@@ -87,8 +87,8 @@ std::shared_ptr<FileReader> FileReader::open(const std::vector<std::string>& pat
 // The buffers lie on huge pages, where reads need few descriptors, and are no business of children, whose birth would
 // otherwise turn pages that a disk is writing to into copies.
 void FileReader::start(int depth) {
-  const int64_t each = round_up(chunk_bytes_ + ReadFile::kPage, ReadFile::kPage);
-  const auto bytes = static_cast<size_t>(each * depth + kHugePage);
+  const int64_t bounce_bytes = round_up(chunk_bytes_ + ReadFile::kPage, ReadFile::kPage);
+  const auto bytes = static_cast<size_t>(bounce_bytes * depth + kHugePage);
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   bounces_ = {static_cast<char*>(memory), UnmapMemory{bytes}};
@@ -99,7 +99,7 @@ void FileReader::start(int depth) {
   char* first = bounces_.get() + (-reinterpret_cast<intptr_t>(memory) & (kHugePage - 1));
   const NoSignals guard;
   threads_.reserve(static_cast<size_t>(depth));
-  for (int i = 0; i < depth; ++i) threads_.emplace_back([this, bounce = first + i * each] { serve(bounce); });
+  for (int i = 0; i < depth; ++i) threads_.emplace_back([this, bounce = first + i * bounce_bytes] { serve(bounce); });
 }
 
 std::shared_ptr<ReadRequest> FileReader::submit(std::vector<ReadPart> parts, ReadRequest::Arrange arrange,
@@ -208,8 +208,8 @@ ReadFault FileReader::read_directly(ReadFile& from, const ReadPart& part, char* 
   const int64_t end = part.offset + part.bytes, first = round_down(part.offset, kPage);
   const int64_t begin = round_up(part.offset, kPage), stop = round_down(end, kPage);
   const int64_t head = begin - part.offset, tail = end - stop;
-  char* const place = part.dst + head;
-  if (reinterpret_cast<uintptr_t>(place) % kPage != 0 || begin >= stop) {
+  char* const aligned = part.dst + head;
+  if (reinterpret_cast<uintptr_t>(aligned) % kPage != 0 || begin >= stop) {
     iovec all = piece(bounce, round_up(end, kPage) - first);
     ReadFault fault = fetch(from, &all, 1, first, end - first);
     if (!fault.none()) return fault;
@@ -220,7 +220,7 @@ ReadFault FileReader::read_directly(ReadFile& from, const ReadPart& part, char* 
   iovec pieces[3];
   int count = 0;
   if (head > 0) pieces[count++] = piece(bounce, kPage);
-  pieces[count++] = piece(place, stop - begin);
+  pieces[count++] = piece(aligned, stop - begin);
   if (tail > 0) pieces[count++] = piece(bounce + kPage, kPage);
   ReadFault fault = fetch(from, pieces, count, first, end - first);
   if (!fault.none()) return fault;

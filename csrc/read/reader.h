@@ -61,8 +61,8 @@ class ReadRequest {
   // Called once by a reading thread when all is read, before `wait` returns. Must not throw.
   using Done = std::function<void(const ReadFault&)>;
   // Called by the same thread before that, if nothing went wrong: puts what was read into another order, by way of
-  // `bytes` of `room`, which are a chunk's at least. Must not throw.
-  using Arrange = std::function<void(char* room, int64_t bytes)>;
+  // `bytes` of `buffer`, which are a chunk's at least. Must not throw.
+  using Arrange = std::function<void(char* buffer, int64_t bytes)>;
 
   ReadRequest(std::vector<ReadPart> parts, Arrange arrange, Done done)
       : parts_(std::move(parts)), arrange_(std::move(arrange)), done_(std::move(done)) {}
@@ -76,7 +76,7 @@ class ReadRequest {
 
  private:
   friend class FileReader;
-  void finish(char* room, int64_t bytes);
+  void finish(char* buffer, int64_t bytes);
 
   const OfThisProcess home_;
   const std::vector<ReadPart> parts_;

@@ -42,20 +42,20 @@ inline void turn_words_at(const char* from, int64_t lines, int64_t width, int64_
 }
 
 void turn_words(const char* from, int64_t lines, int64_t width, char* to) {
-  const int64_t whole = width / kSide * kSide;
+  const int64_t full_width = width / kSide * kSide;
   int64_t i = 0;
   for (; i + 2 * kSide <= lines; i += 2 * kSide)
-    for (int64_t j = 0; j < whole; j += kSide) turn_words_at<2>(from, lines, width, i, j, to);
+    for (int64_t j = 0; j < full_width; j += kSide) turn_words_at<2>(from, lines, width, i, j, to);
   for (; i + kSide <= lines; i += kSide)
-    for (int64_t j = 0; j < whole; j += kSide) turn_words_at<1>(from, lines, width, i, j, to);
-  turn_singly<uint32_t>(from, lines, width, i, 0, whole, to);
-  turn_singly<uint32_t>(from, lines, width, 0, whole, width, to);
+    for (int64_t j = 0; j < full_width; j += kSide) turn_words_at<1>(from, lines, width, i, j, to);
+  turn_singly<uint32_t>(from, lines, width, i, 0, full_width, to);
+  turn_singly<uint32_t>(from, lines, width, 0, full_width, width, to);
 }
 
 void turn_halves(const char* from, int64_t lines, int64_t width, char* to) {
-  const int64_t whole_lines = lines / kSide * kSide, whole = width / kSide * kSide;
-  for (int64_t i = 0; i < whole_lines; i += kSide) {
-    for (int64_t j = 0; j < whole; j += kSide) {
+  const int64_t full_lines = lines / kSide * kSide, full_width = width / kSide * kSide;
+  for (int64_t i = 0; i < full_lines; i += kSide) {
+    for (int64_t j = 0; j < full_width; j += kSide) {
       __m128i a[8], b[8], c[8];
       for (int64_t k = 0; k < 8; ++k)
         a[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * ((i + k) * width + j)));
@@ -73,8 +73,8 @@ void turn_halves(const char* from, int64_t lines, int64_t width, char* to) {
       }
     }
   }
-  turn_singly<uint16_t>(from, lines, width, 0, whole, width, to);
-  turn_singly<uint16_t>(from, lines, width, whole_lines, 0, whole, to);
+  turn_singly<uint16_t>(from, lines, width, 0, full_width, width, to);
+  turn_singly<uint16_t>(from, lines, width, full_lines, 0, full_width, to);
 }
 
 // Lines [i, i + 16 kBlocks) and columns [j, j + 16). Of the eight bits that number a byte of a block, line before
@@ -98,14 +98,14 @@ inline void turn_bytes_at(const char* from, int64_t lines, int64_t width, int64_
 }
 
 void turn_bytes(const char* from, int64_t lines, int64_t width, char* to) {
-  const int64_t whole = width / kByteSide * kByteSide;
+  const int64_t full_width = width / kByteSide * kByteSide;
   int64_t i = 0;
   for (; i + 4 * kByteSide <= lines; i += 4 * kByteSide)
-    for (int64_t j = 0; j < whole; j += kByteSide) turn_bytes_at<4>(from, lines, width, i, j, to);
+    for (int64_t j = 0; j < full_width; j += kByteSide) turn_bytes_at<4>(from, lines, width, i, j, to);
   for (; i + kByteSide <= lines; i += kByteSide)
-    for (int64_t j = 0; j < whole; j += kByteSide) turn_bytes_at<1>(from, lines, width, i, j, to);
-  turn_singly<uint8_t>(from, lines, width, i, 0, whole, to);
-  turn_singly<uint8_t>(from, lines, width, 0, whole, width, to);
+    for (int64_t j = 0; j < full_width; j += kByteSide) turn_bytes_at<1>(from, lines, width, i, j, to);
+  turn_singly<uint8_t>(from, lines, width, i, 0, full_width, to);
+  turn_singly<uint8_t>(from, lines, width, 0, full_width, width, to);
 }
 
 // Of eight words, one of each column, the codes at each place: those of a row, column by column.
@@ -129,20 +129,20 @@ inline void turn_codes(const __m256i (&columns)[8], __m256i (&places)[8]) {
   }
 }
 
-// Lines [i, i + 8 kBlocks) and the sixty-four rows of eight words: `found` has, of each line, the rows of one place
+// Lines [i, i + 8 kBlocks) and the sixty-four rows of eight words: `turned` has, of each line, the rows of one place
 // beside each other.
 template <int kBlocks>
 inline void turn_awq_at(const char* from, int64_t lines, int64_t words, int64_t i, int64_t word, char* to) {
-  __m256i found[8 * kBlocks][8];
+  __m256i turned[8 * kBlocks][8];
   for (int64_t k = 0; k < 8 * kBlocks; ++k) {
     __m256i columns[8];
     for (int64_t c = 0; c < 8; ++c) columns[c] = load(from + 4 * ((8 * (i + k) + c) * words + word));
-    turn_codes(columns, found[k]);
+    turn_codes(columns, turned[k]);
   }
   for (int64_t p = 0; p < 8; ++p) {
     for (int block = 0; block < kBlocks; ++block) {
       __m256i a[8], out[8];
-      for (int k = 0; k < 8; ++k) a[k] = found[8 * block + k][kAwqPlaces[p]];
+      for (int k = 0; k < 8; ++k) a[k] = turned[8 * block + k][kAwqPlaces[p]];
       turn_block(a, out);
       for (int64_t k = 0; k < 8; ++k) store(to + 4 * ((8 * (word + k) + p) * lines + i + 8 * block), out[k]);
     }
@@ -150,14 +150,14 @@ inline void turn_awq_at(const char* from, int64_t lines, int64_t words, int64_t 
 }
 
 void turn_awq(const char* from, int64_t lines, int64_t width, char* to) {
-  const int64_t words = width / 8, whole = words / kSide * kSide;
+  const int64_t words = width / 8, full_width = words / kSide * kSide;
   int64_t i = 0;
   for (; i + 2 * kSide <= lines; i += 2 * kSide)
-    for (int64_t word = 0; word < whole; word += kSide) turn_awq_at<2>(from, lines, words, i, word, to);
+    for (int64_t word = 0; word < full_width; word += kSide) turn_awq_at<2>(from, lines, words, i, word, to);
   for (; i + kSide <= lines; i += kSide)
-    for (int64_t word = 0; word < whole; word += kSide) turn_awq_at<1>(from, lines, words, i, word, to);
-  turn_awq_singly(from, lines, width, i, 0, 8 * whole, to);
-  turn_awq_singly(from, lines, width, 0, 8 * whole, width, to);
+    for (int64_t word = 0; word < full_width; word += kSide) turn_awq_at<1>(from, lines, words, i, word, to);
+  turn_awq_singly(from, lines, width, i, 0, 8 * full_width, to);
+  turn_awq_singly(from, lines, width, 0, 8 * full_width, width, to);
 }
 
 }  // namespace

@@ -20,9 +20,9 @@ TurnLines turn_lines_of(Cells cells) {
 }
 
 uint32_t in_order(uint32_t word) {
-  uint32_t found = 0;
-  for (int p = 0; p < 8; ++p) found |= ((word >> (4 * kAwqPlaces[p])) & 15) << (4 * p);
-  return found;
+  uint32_t result = 0;
+  for (int p = 0; p < 8; ++p) result |= ((word >> (4 * kAwqPlaces[p])) & 15) << (4 * p);
+  return result;
 }
 
 // The sum of each code and `bias`, a code for each of them, whose last carry is lost.
@@ -46,27 +46,27 @@ void change_codes(const Table& table) {
 
 // The largest number of lines that divides all of them and fits `bytes`, at least one.
 int64_t lines_together(const Table& table, int64_t bytes) {
-  const int64_t most = std::min(table.lines, bytes / table.line_bytes());
-  for (int64_t found = most; found > 1; --found)
-    if (table.lines % found == 0) return found;
+  const int64_t max_lines = std::min(table.lines, bytes / table.line_bytes());
+  for (int64_t lines = max_lines; lines > 1; --lines)
+    if (table.lines % lines == 0) return lines;
   return 1;
 }
 
 // Pieces of `bytes` each, [lines, width] of them, as [width, lines].
-class Pieces {
+class PieceMatrix {
  public:
-  Pieces(char* at, int64_t lines, int64_t width, int64_t bytes)
+  PieceMatrix(char* at, int64_t lines, int64_t width, int64_t bytes)
       : at_(at), lines_(lines), width_(width), bytes_(bytes) {}
 
-  // `room` holds a piece.
-  void turn(char* room, int64_t room_bytes) {
+  // `buffer` holds a piece.
+  void turn(char* buffer, int64_t buffer_bytes) {
     const int64_t count = lines_ * width_;
-    auto* const marks = reinterpret_cast<uint8_t*>(room + bytes_);
-    const bool marked = (count + 7) / 8 <= room_bytes - bytes_;
+    auto* const marks = reinterpret_cast<uint8_t*>(buffer + bytes_);
+    const bool marked = (count + 7) / 8 <= buffer_bytes - bytes_;
     if (marked) std::memset(marks, 0, static_cast<size_t>((count + 7) / 8));
     for (int64_t first = 1; first < count - 1; ++first) {
       if (marked ? (marks[first / 8] >> (first % 8) & 1) != 0 : !is_least(first)) continue;
-      std::memcpy(room, piece(first), size());
+      std::memcpy(buffer, piece(first), size());
       int64_t to = first, coming[kAhead];
       for (int64_t k = 0, at = first; k < kAhead; ++k) fetch(coming[k] = at = source(at));
       for (int64_t k = 0, from; (from = coming[k]) != first; k = (k + 1) % kAhead) {
@@ -75,7 +75,7 @@ class Pieces {
         to = from;
         if (marked) marks[to / 8] = static_cast<uint8_t>(marks[to / 8] | 1u << (to % 8));
       }
-      std::memcpy(piece(to), room, size());
+      std::memcpy(piece(to), buffer, size());
     }
   }
 
@@ -102,19 +102,20 @@ class Pieces {
 
 }  // namespace
 
-void turn(const Table& table, char* room, int64_t room_bytes) {
+void turn(const Table& table, char* buffer, int64_t buffer_bytes) {
   if (table.bits != 0) change_codes(table);
-  const int64_t together = lines_together(table, room_bytes), bytes = together * table.line_bytes();
+  const int64_t together = lines_together(table, buffer_bytes), bytes = together * table.line_bytes();
   if (together > 1 || table.cells == Cells::kAwqCodes) {
     const TurnLines turn_lines = turn_lines_of(table.cells);
     for (int64_t first = 0; first < table.lines; first += together) {
       char* const lines = table.at + first * table.line_bytes();
-      std::memcpy(room, lines, static_cast<size_t>(bytes));
-      turn_lines(room, together, table.width, lines);
+      std::memcpy(buffer, lines, static_cast<size_t>(bytes));
+      turn_lines(buffer, together, table.width, lines);
     }
   }
   if (together < table.lines)
-    Pieces(table.at, table.lines / together, table.width, together * cell_bytes(table.cells)).turn(room, room_bytes);
+    PieceMatrix(table.at, table.lines / together, table.width, together * cell_bytes(table.cells))
+        .turn(buffer, buffer_bytes);
 }
 
 }  // namespace moelight

@@ -27,8 +27,8 @@ struct Table {
   int64_t bytes() const { return lines * line_bytes(); }
 };
 
-// `room` is memory of at least a line.
-void turn(const Table& table, char* room, int64_t room_bytes);
+// `buffer` is memory of at least a line.
+void turn(const Table& table, char* buffer, int64_t buffer_bytes);
 
 // Writes [lines, width] cells as [width, lines] elsewhere.
 using TurnLines = void (*)(const char* from, int64_t lines, int64_t width, char* to);

@@ -20,8 +20,8 @@ constexpr int64_t kTokensPerTask = 16;
 inline float exp_negative(float x) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
   const float bounded = x < -87.0f ? -87.0f : x;
-  const float whole = (bounded * 1.44269504f + kRounder) - kRounder;
-  const float r = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  const float integer = (bounded * 1.44269504f + kRounder) - kRounder;
+  const float r = (bounded - integer * 0.693359375f) + integer * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -29,7 +29,7 @@ inline float exp_negative(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   // Clamped before the conversion: what is not a number has no integer, and stays what it is through the product.
-  const float power = whole > -127.0f ? whole : -127.0f;
+  const float power = integer > -127.0f ? integer : -127.0f;
   const float scale = std::bit_cast<float>((static_cast<int32_t>(power) + 127) << 23);
   const float y = (p * (r * r) + r + 1.0f) * scale;
   return x < -87.0f ? 0.0f : y;
@@ -112,11 +112,12 @@ void route_all(const RouteArgs& args) {
   const int64_t tasks = (args.tokens + kTokensPerTask - 1) / kTokensPerTask;
   const auto threads = static_cast<int>(std::clamp<int64_t>(tasks, 1, args.threads));
   const int64_t floats = (args.experts + kLanes - 1) / kLanes * kLanes + args.top_k;
-  std::vector<float> numbers(static_cast<size_t>(threads * floats));
+  std::vector<float> buffer(static_cast<size_t>(threads * floats));
   std::vector<int32_t> ids(static_cast<size_t>(threads * args.top_k));
   parallel_for(threads, tasks, [&](int64_t task, int worker) {
-    float* own = numbers.data() + worker * floats;
-    const Scratch scratch = {own, own + floats - args.top_k, ids.data() + worker * args.top_k};
+    float* floats_of_worker = buffer.data() + worker * floats;
+    const Scratch scratch = {floats_of_worker, floats_of_worker + floats - args.top_k,
+                             ids.data() + worker * args.top_k};
     const int64_t end = std::min(args.tokens, (task + 1) * kTokensPerTask);
     for (int64_t t = task * kTokensPerTask; t < end; ++t) route_token<T>(args, t, scratch);
   });

@@ -21,9 +21,9 @@ namespace {
 constexpr int64_t kSize = int64_t{1} << 20;
 constexpr int kCallers = 4;
 
-void require(bool holds, const char* what) {
+void require(bool holds, const char* message) {
   if (holds) return;
-  std::fprintf(stderr, "races: %s\n", what);
+  std::fprintf(stderr, "races: %s\n", message);
   std::exit(1);
 }
 
@@ -95,8 +95,8 @@ void read_some(moelight::FileReader& reader, int caller) {
     const bool beyond = round % 10 == 9;
     const auto request = reader.submit(
         {{0, beyond ? kSize - 100 : offset, bytes, dst.data()}},
-        [&](char* room, int64_t size) {
-          std::memset(room, 0, static_cast<size_t>(size));
+        [&](char* buffer, int64_t size) {
+          std::memset(buffer, 0, static_cast<size_t>(size));
           std::reverse(dst.begin(), dst.end());
         },
         [&](const moelight::ReadFault& fault) { told = fault.none() != beyond; });

@@ -18,7 +18,7 @@ struct alignas(64) TileShapes {
 // A tile is sixteen rows of sixteen words; strides are in words. In assembly, because gcc 12 takes the number of a tile
 // as a literal only.
 struct AmxTile {
-  static void enter(const TileShapes& shapes = {}) {
+  static void configure(const TileShapes& shapes = {}) {
     asm volatile("" ::"r"(&shapes) : "memory");  // gcc 12 takes the intrinsic to read the first eight bytes only
     _tile_loadconfig(&shapes);
   }

@@ -8,11 +8,11 @@ namespace moelight {
 namespace {
 
 struct AmxIntegerTiles : AmxTile {
-  static constexpr bool kGiven = true;
+  static constexpr bool kAvailable = true;
 
-  static void enter() {
-    AmxTile::enter({.row_bytes = {64, 64, tile_columns(2), 64, tile_columns(4), 64, tile_columns(6), 64},
-                    .rows = {16, 16, 16, tile_columns(3) / 4, 16, tile_columns(5) / 4, 16, tile_columns(7) / 4}});
+  static void configure() {
+    AmxTile::configure({.row_bytes = {64, 64, tile_columns(2), 64, tile_columns(4), 64, tile_columns(6), 64},
+                        .rows = {16, 16, 16, tile_columns(3) / 4, 16, tile_columns(5) / 4, 16, tile_columns(7) / 4}});
   }
 
   template <int kTile>

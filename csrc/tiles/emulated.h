@@ -13,7 +13,7 @@ namespace {
 
 // As AmxTile.
 struct EmulatedTile {
-  static void enter() { std::memset(words_, 0xff, sizeof words_); }
+  static void configure() { std::memset(words_, 0xff, sizeof words_); }
   static void leave() {}
 
   template <int kTile>

@@ -10,8 +10,8 @@ namespace {
 
 // As AmxIntegerTiles.
 struct EmulatedIntegerTiles {
-  static constexpr bool kGiven = true;
-  static void enter() { std::memset(bytes_, 0xff, sizeof bytes_); }
+  static constexpr bool kAvailable = true;
+  static void configure() { std::memset(bytes_, 0xff, sizeof bytes_); }
   static void leave() {}
 
   template <int kTile>

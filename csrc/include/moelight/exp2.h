@@ -21,9 +21,9 @@ typename S::V exp2_slope(typename S::V x) {
 template <class S>
 typename S::V exp2(typename S::V x) {
   x = S::max(S::set(-125.0f), x);
-  const auto whole = S::round(x);
-  const auto f = S::sub(x, whole);
-  return S::scale(S::fma(exp2_slope<S>(f), f, S::set(1.0f)), whole);
+  const auto integer = S::round(x);
+  const auto f = S::sub(x, integer);
+  return S::scale(S::fma(exp2_slope<S>(f), f, S::set(1.0f)), integer);
 }
 
 }  // namespace

@@ -14,10 +14,10 @@ void over_rows(int threads, int64_t rows, int64_t row_bytes, F&& body) {
   // Below this a second thread costs more than it brings.
   constexpr int64_t kBytesPerThread = int64_t{1} << 18;
   constexpr int64_t kBytesPerTask = int64_t{1} << 16;
-  const int64_t each = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes));
+  const int64_t rows_per_task = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes));
   const int64_t useful = rows * row_bytes / kBytesPerThread;
-  parallel_for(static_cast<int>(std::clamp<int64_t>(useful, 1, threads)), (rows + each - 1) / each,
-               [&](int64_t task, int) { body(task * each, std::min(rows, (task + 1) * each)); });
+  parallel_for(static_cast<int>(std::clamp<int64_t>(useful, 1, threads)), (rows + rows_per_task - 1) / rows_per_task,
+               [&](int64_t task, int) { body(task * rows_per_task, std::min(rows, (task + 1) * rows_per_task)); });
 }
 
 }  // namespace moelight

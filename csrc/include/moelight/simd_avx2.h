@@ -84,9 +84,9 @@ struct Avx2 {
 
   template <class T>
   static void load2_part(const T* p, int64_t count, V& a, V& b) {
-    T whole[2 * kWidth] = {};
-    for (int64_t i = 0; i < count; ++i) whole[i] = p[i];
-    load2(whole, a, b);
+    T buffer[2 * kWidth] = {};
+    for (int64_t i = 0; i < count; ++i) buffer[i] = p[i];
+    load2(buffer, a, b);
   }
   // Head sizes are multiples of eight, so a part of sixteen bf16 is exactly half of them.
   static void load2_part(const Bf16* p, int64_t, V& a, V& b) {
@@ -94,9 +94,9 @@ struct Avx2 {
   }
   template <class T>
   static void store2_part(T* p, int64_t count, V a, V b) {
-    T whole[2 * kWidth];
-    store2(whole, a, b);
-    for (int64_t i = 0; i < count; ++i) p[i] = whole[i];
+    T buffer[2 * kWidth];
+    store2(buffer, a, b);
+    for (int64_t i = 0; i < count; ++i) p[i] = buffer[i];
   }
 
  private:

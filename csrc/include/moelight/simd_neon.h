@@ -79,15 +79,15 @@ struct Neon {
 
   template <class T>
   static void load2_part(const T* p, int64_t count, V& a, V& b) {
-    T whole[2 * kWidth] = {};
-    for (int64_t i = 0; i < count; ++i) whole[i] = p[i];
-    load2(whole, a, b);
+    T buffer[2 * kWidth] = {};
+    for (int64_t i = 0; i < count; ++i) buffer[i] = p[i];
+    load2(buffer, a, b);
   }
   template <class T>
   static void store2_part(T* p, int64_t count, V a, V b) {
-    T whole[2 * kWidth];
-    store2(whole, a, b);
-    for (int64_t i = 0; i < count; ++i) p[i] = whole[i];
+    T buffer[2 * kWidth];
+    store2(buffer, a, b);
+    for (int64_t i = 0; i < count; ++i) p[i] = buffer[i];
   }
 
   // Of words that are pairs of bf16.

@@ -59,9 +59,9 @@ inline void turn16(const char* from, int64_t from_bytes, int64_t columns, int64_
       alignas(64) float turned[16][16];
       transpose16(pairs, turned[0], 16);
       const int64_t left = lines - line;
-      const auto there = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+      const auto mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
       for (int64_t c = 0; c < 16 && column + c < columns; ++c)
-        _mm512_mask_storeu_epi16(to + (column + c) * to_bytes + 2 * line, there, _mm512_load_si512(turned[c]));
+        _mm512_mask_storeu_epi16(to + (column + c) * to_bytes + 2 * line, mask, _mm512_load_si512(turned[c]));
     }
   }
 }
