@@ -20,7 +20,7 @@ constexpr std::array<std::array<int8_t, kWidth>, kCount> points(const int8_t (&l
   for (size_t i = 0; i < kCount; ++i) {
     number += steps[i];
     size_t rest = number;
-    for (size_t place = 0; place < kWidth; ++place, rest /= kLevels) result[i][place] = levels[rest % kLevels];
+    for (size_t digit = 0; digit < kWidth; ++digit, rest /= kLevels) result[i][digit] = levels[rest % kLevels];
   }
   return result;
 }
@@ -87,9 +87,9 @@ inline void values_of(const Eight& from, float* to) {
 
 // Two points of four.
 inline std::array<int8_t, 8> joined(const std::array<int8_t, 4>& first, const std::array<int8_t, 4>& second) {
-  std::array<int8_t, 8> both;
-  std::memcpy(both.data(), first.data(), 4), std::memcpy(both.data() + 4, second.data(), 4);
-  return both;
+  std::array<int8_t, 8> joined;
+  std::memcpy(joined.data(), first.data(), 4), std::memcpy(joined.data() + 4, second.data(), 4);
+  return joined;
 }
 
 }  // namespace

@@ -13,13 +13,13 @@ inline __m128i half_bytes_at(const uint8_t* p) { return _mm_loadu_si128(reinterp
 
 // Codes of two in a byte: the earlier one in the low half, or sixteen in low halves before sixteen in high ones.
 inline __m256i paired_nibbles(const uint8_t* p) {
-  const __m128i both = half_bytes_at(p), mask = _mm_set1_epi8(15);
-  const __m128i low = _mm_and_si128(both, mask), high = _mm_and_si128(_mm_srli_epi16(both, 4), mask);
+  const __m128i bytes = half_bytes_at(p), mask = _mm_set1_epi8(15);
+  const __m128i low = _mm_and_si128(bytes, mask), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
   return _mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high));
 }
 inline __m256i halved_nibbles(const uint8_t* p) {
-  const __m128i both = half_bytes_at(p), mask = _mm_set1_epi8(15);
-  return _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(both, 4), mask), _mm_and_si128(both, mask));
+  const __m128i bytes = half_bytes_at(p), mask = _mm_set1_epi8(15);
+  return _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
 }
 // `bits` of each byte from bit `shift` on.
 inline __m256i bits_of(__m256i bytes, int64_t shift, int mask) {

@@ -17,8 +17,8 @@ inline Codes bytes_at(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16)}
 
 // Codes of two in a byte: the earlier one in the low half, or sixteen in low halves before sixteen in high ones.
 inline Codes halved_nibbles(const uint8_t* p) {
-  const uint8x16_t both = vld1q_u8(p);
-  return {vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8(both, 4)};
+  const uint8x16_t bytes = vld1q_u8(p);
+  return {vandq_u8(bytes, vdupq_n_u8(15)), vshrq_n_u8(bytes, 4)};
 }
 inline Codes paired_nibbles(const uint8_t* p) {
   const Codes apart = halved_nibbles(p);
@@ -27,9 +27,9 @@ inline Codes paired_nibbles(const uint8_t* p) {
 // `mask` of each byte from bit `shift` on, moved up to bit `to`.
 inline Codes bits_of(Codes bytes, int64_t shift, int mask, int to = 0) {
   const int8x16_t down = vdupq_n_s8(static_cast<int8_t>(-shift)), up = vdupq_n_s8(static_cast<int8_t>(to));
-  const uint8x16_t kept = vdupq_n_u8(static_cast<uint8_t>(mask));
-  return {vshlq_u8(vandq_u8(vshlq_u8(bytes.low, down), kept), up),
-          vshlq_u8(vandq_u8(vshlq_u8(bytes.high, down), kept), up)};
+  const uint8x16_t field = vdupq_n_u8(static_cast<uint8_t>(mask));
+  return {vshlq_u8(vandq_u8(vshlq_u8(bytes.low, down), field), up),
+          vshlq_u8(vandq_u8(vshlq_u8(bytes.high, down), field), up)};
 }
 inline Codes either(Codes x, Codes y) { return {vorrq_u8(x.low, y.low), vorrq_u8(x.high, y.high)}; }
 inline Codes looked_up(Codes index, const uint8_t* sixteen) {

@@ -19,7 +19,7 @@ void dequantize(const Quantized& from, DType type, void* out, int64_t stride, in
   const Unpack unpack = MOELIGHT_ACTIVE(unpack)(type);
   const int64_t bytes = dtype_bytes(type), sets = (from.rows + kTogether - 1) / kTogether;
   over_rows(threads, sets, kTogether * from.columns * bytes, [&](int64_t begin, int64_t end) {
-    alignas(64) char room[kTogether * kMostColumns * sizeof(float)];
+    alignas(64) char buffer[kTogether * kMostColumns * sizeof(float)];
     for (int64_t row = kTogether * begin; row < std::min(from.rows, kTogether * end); row += kTogether) {
       const int64_t rows = std::min(kTogether, from.rows - row);
       char* const lines = static_cast<char*>(out) + row * stride * bytes;
@@ -30,9 +30,9 @@ void dequantize(const Quantized& from, DType type, void* out, int64_t stride, in
           unpack(from, row, rows, first, size, 0, to, stride * bytes);
           continue;
         }
-        unpack(from, row, rows, first, size, 0, room, kMostColumns * bytes);
+        unpack(from, row, rows, first, size, 0, buffer, kMostColumns * bytes);
         for (int64_t r = 0; r < rows; ++r)
-          std::memcpy(to + r * stride * bytes, room + r * kMostColumns * bytes, static_cast<size_t>(size * bytes));
+          std::memcpy(to + r * stride * bytes, buffer + r * kMostColumns * bytes, static_cast<size_t>(size * bytes));
       }
     }
   });

@@ -1,6 +1,6 @@
 // The table of formats: a row (a struct) for each, and `Formats`, the list of all rows. A row says
 //   kTraits          name, block and bytes, and where scales and zero points lie: what the binding reads and checks
-//   numbers()        the line decoder: columns [first, first + size) of a row as floats; the reference of all others
+//   decode_line()    the line decoder: columns [first, first + size) of a row as floats; the reference of all others
 //   line()           zero point and scale of a row in a group, where scales lie beside the codes
 //   decode()         the numbers of one block, where they lie within it
 // and, where its numbers are whole ones times scales, so that tokens rounded to int8 can meet them (integers.h),
@@ -81,7 +81,7 @@ inline Line line_of_tile(const Quantized& q, int64_t row, int64_t group) {
 struct Fp8 {
   static constexpr FormatTraits kTraits = {.name = "fp8", .scales = Scales::kByTiles};
   static Line line(const Quantized& q, int64_t row, int64_t group) { return line_of_tile(q, row, group); }
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     const uint8_t* const from = q.codes + row * q.row_bytes;
     in_groups<Fp8>(q, row, first, size, to, [from](int64_t k) { return e4m3(from[k]); });
   }
@@ -91,7 +91,7 @@ struct Int8 : GroupedIntegers<Int8> {
   static constexpr FormatTraits kTraits = {.name = "int8", .scales = Scales::kByTiles, .zeros = Zeros::kBytes};
   static constexpr int32_t kBias = 128;
   static Line line(const Quantized& q, int64_t row, int64_t group) { return line_of_tile(q, row, group); }
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     const uint8_t* const from = q.codes + row * q.row_bytes;
     in_groups<Int8>(q, row, first, size, to,
                     [from](int64_t k) { return static_cast<float>(static_cast<int8_t>(from[k])); });
@@ -121,7 +121,7 @@ struct Packed : GroupedIntegers<Packed<kBits>> {
   static uint8_t stored(const uint8_t* from, int64_t k) {
     return (from[k * kBits / 8] >> (k * kBits % 8)) & ((1 << kBits) - 1);
   }
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     const uint8_t* const from = q.codes + row * q.row_bytes;
     in_groups<Packed>(q, row, first, size, to, [from](int64_t k) { return static_cast<float>(stored(from, k)); });
   }
@@ -156,7 +156,7 @@ struct Gptq : GroupedIntegers<Gptq<kBits>> {
     return static_cast<uint8_t>((word_at(q.codes, k / kPer * q.rows + row) >> (kBits * (k % kPer))) &
                                 ((1u << kBits) - 1));
   }
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     in_groups<Gptq>(q, row, first, size, to, [&q, row](int64_t k) { return static_cast<float>(stored(q, row, k)); });
   }
   static int shared_zero(const Quantized&) { return -1; }
@@ -176,7 +176,7 @@ struct Awq : GroupedIntegers<Awq> {
     const uint32_t word = word_at(q.zeros, group * (q.rows / 8) + row / 8);
     return {static_cast<float>((word >> (4 * kAwqPlaces[row % 8])) & 15), scale_at(q, group * q.rows + row)};
   }
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     in_groups<Awq>(q, row, first, size, to, [&q, row](int64_t k) { return static_cast<float>(code(q, row, k)); });
   }
   static int shared_zero(const Quantized&) { return -1; }
@@ -191,7 +191,7 @@ struct Mxfp4 {
       .name = "mxfp4", .block = 2, .scales = Scales::kByRows, .powers = true, .group = 32, .column_step = 32};
   static constexpr bool kPairs = true;
 
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     const uint8_t* const from = q.codes + row * q.row_bytes;
     const auto* const powers = static_cast<const uint8_t*>(q.scales) + row * q.groups;
     for (int64_t k = first; k < first + size; ++k)
@@ -217,7 +217,7 @@ struct Nvfp4 {
                                            .group = 16,
                                            .column_step = 16};
 
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     const uint8_t* const from = q.codes + row * q.row_bytes;
     const auto* const scales = static_cast<const uint8_t*>(q.scales) + row * q.groups;
     const float factor = float_at(q.zeros);
@@ -242,11 +242,11 @@ struct Mlx {
 
   static uint32_t stored(const uint8_t* from, int64_t k) {
     const int64_t bit = k * kBits;
-    uint32_t both = from[bit / 8];
-    if (8 % kBits != 0 && bit % 8 + kBits > 8) both |= static_cast<uint32_t>(from[bit / 8 + 1]) << 8;
-    return (both >> (bit % 8)) & ((1u << kBits) - 1);
+    uint32_t word = from[bit / 8];
+    if (8 % kBits != 0 && bit % 8 + kBits > 8) word |= static_cast<uint32_t>(from[bit / 8 + 1]) << 8;
+    return (word >> (bit % 8)) & ((1u << kBits) - 1);
   }
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     const uint8_t* const from = q.codes + row * q.row_bytes;
     for (int64_t k = first, end = first + size; k < end;) {
       const int64_t at = row * q.groups + k / q.group;
@@ -263,7 +263,7 @@ struct BitsAndBytes {
   static constexpr FormatTraits kTraits = {
       .name = kNormal ? "nf4" : "fp4", .block = 2, .scales = Scales::kByRows, .column_step = 2};
 
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     const uint8_t* const from = q.codes + row * q.row_bytes;
     for (int64_t k = first, end = first + size; k < end;) {
       const float scale = scale_at(q, row * q.groups + k / q.group);
@@ -288,7 +288,7 @@ struct Blocks {
     constexpr FormatTraits kTraits = Format::kTraits;
     return q.codes + row * q.row_bytes + k / kTraits.block * kTraits.block_bytes;
   }
-  static void numbers(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     constexpr int64_t kBlock = Format::kTraits.block;
     for (int64_t k = first, end = first + size; k < end;) {
       float block[kBlock];
@@ -581,8 +581,8 @@ struct FormatList {
   // The place of a row: the same wherever the list is compiled, and of no other meaning.
   template <class Row>
   static constexpr int kIdOf = [] {
-    int id = -1, place = 0;
-    ((std::is_same_v<Row, Format> ? id = place : 0, ++place), ...);
+    int id = -1, index = 0;
+    ((std::is_same_v<Row, Format> ? id = index : 0, ++index), ...);
     return id;
   }();
 
@@ -627,7 +627,7 @@ auto with_format(const Quantized& q, F&& by) {
 using LineDecoder = void (*)(const Quantized&, int64_t row, int64_t first, int64_t size, float* to);
 
 inline LineDecoder line_decoder(const Quantized& q) {
-  return with_format(q, [](auto format) -> LineDecoder { return decltype(format)::numbers; });
+  return with_format(q, [](auto format) -> LineDecoder { return decltype(format)::decode_line; });
 }
 
 // Scales lie within blocks.

@@ -63,8 +63,8 @@ template <class Format>
 void plain_codes(const Quantized& q, const IntegerForm& form, int64_t row, int64_t first, int64_t k, int64_t size,
                  int64_t at, Panel& to) {
   for (const int64_t places = (size + 7) / 8 * 8; k < places; ++k) {
-    const int64_t place = place_of(form, k);
-    to.codes[(place / 4 * kPanelRows + at) * 4 + place % 4] = k < size ? Format::code(q, row, first + k) : 0;
+    const int64_t offset = place_of(form, k);
+    to.codes[(offset / 4 * kPanelRows + at) * 4 + offset % 4] = k < size ? Format::code(q, row, first + k) : 0;
   }
 }
 

@@ -50,8 +50,8 @@ inline __m512 round_tame(__m512 x) {
 }
 // Scales so small that products with codes are bounded.
 inline bool are_bounded(__m512 scales) {
-  const __m512i most = _mm512_set1_epi32(0x60000000), sign = _mm512_set1_epi32(0x7fffffff);
-  return _mm512_cmpgt_epu32_mask(_mm512_and_si512(_mm512_castps_si512(scales), sign), most) == 0;
+  const __m512i limit = _mm512_set1_epi32(0x60000000), sign = _mm512_set1_epi32(0x7fffffff);
+  return _mm512_cmpgt_epu32_mask(_mm512_and_si512(_mm512_castps_si512(scales), sign), limit) == 0;
 }
 inline bool is_bounded_half(const uint8_t* p) { return (p[1] & 0x7c) != 0x7c; }
 
@@ -104,9 +104,9 @@ struct Table<Pairs> {
   __m512i twice;
 
   explicit Table(__m512i twice) : twice(twice) {}
-  explicit Table(__m512 numbers) : twice(moelight::twice(numbers)) {}
-  static Table bounded(__m512 numbers) { return Table(numbers); }
-  static Table exact(__m512 numbers) { return Table(numbers); }  // of numbers that need no rounding
+  explicit Table(__m512 values) : twice(moelight::twice(values)) {}
+  static Table bounded(__m512 values) { return Table(values); }
+  static Table exact(__m512 values) { return Table(values); }  // of numbers that need no rounding
   // By sixteen bytes of two codes each, the lower bits first; and first the lower bits of all.
   __m512i by_pairs(const uint8_t* p) const {
     const __m512i two = _mm512_cvtepu8_epi32(load16(p));
@@ -125,20 +125,20 @@ struct Table<Pairs> {
 
 template <>
 struct Table<Halves> {
-  __m512 numbers;
+  __m512 values;
 
   Table() = default;
   explicit Table(__m512 unrounded)
-      : numbers(
+      : values(
             _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(unrounded)), 16))) {
   }
   static Table bounded(__m512 unrounded) { return exact(round_tame(unrounded)); }
-  static Table exact(__m512 numbers) {
+  static Table exact(__m512 values) {
     Table table;
-    table.numbers = numbers;
+    table.values = values;
     return table;
   }
-  __m512 at(__m512i index) const { return _mm512_permutexvar_ps(index, numbers); }
+  __m512 at(__m512i index) const { return _mm512_permutexvar_ps(index, values); }
   Halves::Line by_pairs(const uint8_t* p) const {
     const __m512i two = _mm512_cvtepu8_epi32(load16(p));
     return {at(two), at(_mm512_srli_epi32(two, 4))};
@@ -193,46 +193,46 @@ struct GroupScales {
     const int64_t scale_row = share == 1 ? row : share == 0 ? 0 : row / share;
     const int64_t at = scale_row * q.groups + columns.begin;
     for (int64_t i = 0; i < columns.count; i += 16) {
-      const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, columns.count - i)) - 1);
-      const __m512 some = scales(q, at + i, there);
+      const auto lanes = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, columns.count - i)) - 1);
+      const __m512 some = scales(q, at + i, lanes);
       _mm512_store_ps(scale + i, some);
       bounded = bounded && are_bounded(some);
-      _mm512_store_ps(zero + i, zeros(q, row, columns.begin + i, at + i, there));
+      _mm512_store_ps(zero + i, zeros(q, row, columns.begin + i, at + i, lanes));
     }
   }
   Line line(int64_t group) const { return {zero[group], scale[group]}; }
 
  private:
-  static __m512 scales(const Quantized& q, int64_t at, __mmask16 there) {
+  static __m512 scales(const Quantized& q, int64_t at, __mmask16 lanes) {
     switch (q.scale_type) {
       case ScaleType::kFloat32:
-        return _mm512_maskz_loadu_ps(there, static_cast<const char*>(q.scales) + 4 * at);
+        return _mm512_maskz_loadu_ps(lanes, static_cast<const char*>(q.scales) + 4 * at);
       case ScaleType::kBFloat16:
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words(q, at, there)), 16));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words(q, at, lanes)), 16));
       case ScaleType::kFloat16:
-        return _mm512_cvtph_ps(words(q, at, there));
+        return _mm512_cvtph_ps(words(q, at, lanes));
       case ScaleType::kPower:
         break;
     }
-    const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, static_cast<const char*>(q.scales) + at));
+    const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes, static_cast<const char*>(q.scales) + at));
     const __m512i normal = _mm512_slli_epi32(e, 23), zero = _mm512_setzero_si512();
     const __m512i power =
         _mm512_mask_mov_epi32(normal, _mm512_cmpeq_epi32_mask(e, zero), _mm512_set1_epi32(0x00400000));
     const __mmask16 lost = _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
     return _mm512_castsi512_ps(_mm512_mask_mov_epi32(power, lost, _mm512_set1_epi32(0x7fc00000)));
   }
-  static __m256i words(const Quantized& q, int64_t at, __mmask16 there) {
-    return _mm256_maskz_loadu_epi16(there, static_cast<const char*>(q.scales) + 2 * at);
+  static __m256i words(const Quantized& q, int64_t at, __mmask16 lanes) {
+    return _mm256_maskz_loadu_epi16(lanes, static_cast<const char*>(q.scales) + 2 * at);
   }
-  static __m512 zeros(const Quantized& q, int64_t row, int64_t group, int64_t at, __mmask16 there) {
+  static __m512 zeros(const Quantized& q, int64_t row, int64_t group, int64_t at, __mmask16 lanes) {
     const int bits = q.format->bits;
     if (q.format->zeros != Zeros::kWords) {
       if (q.zeros == nullptr) return _mm512_setzero_ps();
-      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(there, q.zeros + at)));
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, q.zeros + at)));
     }
     if (q.zeros == nullptr) return _mm512_set1_ps(static_cast<float>(1 << (bits - 1)));
     const int64_t bit = row * bits;
-    const __m512i word = _mm512_maskz_loadu_epi32(there, q.zeros + 4 * (bit / 32 * q.groups + group));
+    const __m512i word = _mm512_maskz_loadu_epi32(lanes, q.zeros + 4 * (bit / 32 * q.groups + group));
     const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(bit % 32));
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(word, shift), _mm512_set1_epi32((1 << bits) - 1)));
   }
@@ -267,8 +267,8 @@ struct Fp8 : Grouped<8> {
       const __m512i halves = _mm512_and_si512(shifted, _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
       const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
       const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-      const __m512i found = join(_mm512_mul_ps(low, scale), _mm512_mul_ps(high, scale));
-      return P::of(_mm512_mask_mov_epi16(found, lost, _mm512_set1_epi16(0x7fc0)));
+      const __m512i result = join(_mm512_mul_ps(low, scale), _mm512_mul_ps(high, scale));
+      return P::of(_mm512_mask_mov_epi16(result, lost, _mm512_set1_epi16(0x7fc0)));
     }
   };
   Run run(int64_t k, int64_t group) const { return {codes(k), _mm512_set1_ps(256.0f * scales.scale[group])}; }
@@ -454,8 +454,8 @@ struct SmallBlocks {
     }
 
    private:
-    static typename P::Line four(const uint8_t* p, __m512 numbers) {
-      return Table<P>::bounded(numbers).by_halves(p + kHead);
+    static typename P::Line four(const uint8_t* p, __m512 values) {
+      return Table<P>::bounded(values).by_halves(p + kHead);
     }
     static typename P::Line five(const uint8_t* p, __m512 low, __m512 high) {
       const __m512i fifth = _mm512_maskz_set1_epi16(word_at(p + kHead, 0), 16);
@@ -471,23 +471,23 @@ struct SmallBlocks {
   static __m256i halves16(const uint8_t* p) {
     constexpr int kOnce = kLineBytes == 18 ? 8 : 4;
     static_assert((kOnce - 1) * kLineBytes < 128);
-    __m512i found = _mm512_setzero_si512();
+    __m512i result = _mm512_setzero_si512();
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i += kOnce, p += kOnce * kLineBytes) {
       Order places = {};
       for (int j = 0; j < kOnce; ++j) places.index[i + j] = static_cast<uint16_t>(j * kLineBytes / 2);
       const __m512i some = _mm512_permutex2var_epi16(_mm512_loadu_si512(p), _mm512_loadu_si512(places.index),
                                                      _mm512_loadu_si512(p + 64));
-      found = _mm512_mask_mov_epi16(found, ((__mmask32{1} << kOnce) - 1) << i, some);
+      result = _mm512_mask_mov_epi16(result, ((__mmask32{1} << kOnce) - 1) << i, some);
     }
-    return _mm512_castsi512_si256(found);
+    return _mm512_castsi512_si256(result);
   }
   // Of at most sixteen blocks, two bytes of each.
   __m512 gathered(const uint8_t* p, int64_t count) {
     const __m512i blocks = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i places = _mm512_mullo_epi32(blocks, _mm512_set1_epi32(kLineBytes));
-    const auto there = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, count)) - 1);
-    const __m512i heads = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, places, p, 1);
+    const auto lanes = static_cast<__mmask16>((uint32_t{1} << std::min<int64_t>(16, count)) - 1);
+    const __m512i heads = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, places, p, 1);
     if constexpr (kLeast) {
       const __m512 others = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16)));
       _mm512_store_ps(least + (p - codes(first)) / kLineBytes, others);
@@ -514,9 +514,9 @@ inline __m128i four_words(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
 template <class P, bool kFive>
 struct KBlock {
   explicit KBlock(const uint8_t* p) : from(p + (kFive ? 48 : 16)) {
-    const uint32_t a = word_at(p, 1), b = word_at(p, 2), both = word_at(p, 3);
-    const __m128i packed = four_words(low_bits(a, 0, 63), low_bits(both, 0, 15) | low_bits(a, 2, 48),
-                                      low_bits(b, 0, 63), low_bits(both, 4, 15) | low_bits(b, 2, 48));
+    const uint32_t a = word_at(p, 1), b = word_at(p, 2), shared = word_at(p, 3);
+    const __m128i packed = four_words(low_bits(a, 0, 63), low_bits(shared, 0, 15) | low_bits(a, 2, 48),
+                                      low_bits(b, 0, 63), low_bits(shared, 4, 15) | low_bits(b, 2, 48));
     const __m512 halves = _mm512_insertf32x8(half_of(p), _mm512_castps512_ps256(half_of(p + 2)), 1);
     _mm512_store_ps(steps, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(packed)), halves));
     if constexpr (kFive) fifth = _mm512_slli_epi16(_mm512_cvtepu8_epi16(load32(p + 16)), 4);
@@ -604,8 +604,8 @@ struct Q6Block {
     const __m256i bits = _mm256_and_si256(high, _mm256_set1_epi8(static_cast<char>(3 << (2 * quarter))));
     const __m256i two =
         quarter == 3 ? _mm256_srli_epi16(bits, 2) : _mm256_sll_epi16(bits, _mm_cvtsi32_si128(4 - 2 * quarter));
-    const __m256i both = _mm256_or_si256(_mm256_and_si256(four, _mm256_set1_epi8(15)), two);
-    return P::of(scaled_bytes(_mm256_sub_epi8(both, _mm256_set1_epi8(32)), _mm512_set1_ps(steps[2 * i]),
+    const __m256i codes = _mm256_or_si256(_mm256_and_si256(four, _mm256_set1_epi8(15)), two);
+    return P::of(scaled_bytes(_mm256_sub_epi8(codes, _mm256_set1_epi8(32)), _mm512_set1_ps(steps[2 * i]),
                               _mm512_set1_ps(steps[2 * i + 1])));
   }
 

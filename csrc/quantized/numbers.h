@@ -116,10 +116,10 @@ struct KScales {
   uint8_t scale[8], least[8];
   explicit KScales(const uint8_t* packed) {
     for (int i = 0; i < 4; ++i) {
-      const uint8_t a = packed[i], b = packed[4 + i], both = packed[8 + i];
+      const uint8_t a = packed[i], b = packed[4 + i], shared = packed[8 + i];
       scale[i] = a & 63, least[i] = b & 63;
-      scale[4 + i] = static_cast<uint8_t>((both & 15) | ((a >> 2) & 48));
-      least[4 + i] = static_cast<uint8_t>((both >> 4) | ((b >> 2) & 48));
+      scale[4 + i] = static_cast<uint8_t>((shared & 15) | ((a >> 2) & 48));
+      least[4 + i] = static_cast<uint8_t>((shared >> 4) | ((b >> 2) & 48));
     }
   }
 };

@@ -28,11 +28,11 @@ template <class Format>
 struct WidePanels<Format> {
   static void fill(const Quantized& q, const IntegerForm& form, int64_t row, int64_t rows, int64_t first, int64_t size,
                    Fetched& fetched, Panel& to) {
-    const int64_t whole = size / 32 * 32;
+    const int64_t aligned = size / 32 * 32;
     for (int64_t r = 0; r < rows; ++r) {
       const uint8_t* const line = q.codes + (row + r) * q.row_bytes;
       auto* words = reinterpret_cast<char*>(to.codes) + 4 * r;
-      for (int64_t k = 0; k < whole; k += 32) {
+      for (int64_t k = 0; k < aligned; k += 32) {
         if (fetched.next != nullptr) {
           _mm_prefetch(fetched.next, _MM_HINT_T1);
           fetched.next += 32 * q.row_bytes / q.columns;
@@ -43,7 +43,8 @@ struct WidePanels<Format> {
         for (int i = 0; i < 8; ++i, words += 4 * kPanelRows) std::memcpy(words, codes + 4 * i, 4);
       }
     }
-    for (int64_t r = 0; whole < size && r < rows; ++r) plain_codes<Format>(q, form, row + r, first, whole, size, r, to);
+    for (int64_t r = 0; aligned < size && r < rows; ++r)
+      plain_codes<Format>(q, form, row + r, first, aligned, size, r, to);
     plain_lines<Format>(q, form, row, rows, first, size, 0, to);
   }
 };

@@ -111,10 +111,10 @@ void codes_by_blocks(const uint8_t* const (&line)[kHalf], int64_t size, const Ha
       const __m512i low = _mm512_castsi256_si512(bytes32(at));
       return left < 2 ? low : _mm512_inserti64x4(low, bytes32(at + kBytes), 1);
     }
-    __m512i found = _mm512_castsi128_si512(bytes16(at));
-    if (left > 1) found = _mm512_inserti32x4(found, bytes16(at + kBytes), 1);
-    if (left > 2) found = _mm512_inserti32x4(found, bytes16(at + 2 * kBytes), 2);
-    return left > 3 ? _mm512_inserti32x4(found, bytes16(at + 3 * kBytes), 3) : found;
+    __m512i result = _mm512_castsi128_si512(bytes16(at));
+    if (left > 1) result = _mm512_inserti32x4(result, bytes16(at + kBytes), 1);
+    if (left > 2) result = _mm512_inserti32x4(result, bytes16(at + 2 * kBytes), 2);
+    return left > 3 ? _mm512_inserti32x4(result, bytes16(at + 3 * kBytes), 3) : result;
   });
 }
 
@@ -131,28 +131,28 @@ void codes_by_columns(const Quantized& q, int64_t row, int64_t first, int64_t si
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-inline __m512 scales16(const Quantized& q, int64_t at, __mmask16 there) {
+inline __m512 scales16(const Quantized& q, int64_t at, __mmask16 lanes) {
   const auto* const from = static_cast<const char*>(q.scales);
   switch (q.scale_type) {
     case ScaleType::kFloat32:
-      return _mm512_maskz_loadu_ps(there, from + 4 * at);
+      return _mm512_maskz_loadu_ps(lanes, from + 4 * at);
     case ScaleType::kBFloat16:
       return _mm512_castsi512_ps(
-          _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, from + 2 * at)), 16));
+          _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from + 2 * at)), 16));
     case ScaleType::kFloat16:
-      return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, from + 2 * at));
+      return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, from + 2 * at));
     case ScaleType::kPower:
       break;
   }
-  alignas(64) float found[16] = {};
+  alignas(64) float result[16] = {};
   for (int64_t i = 0; i < 16; ++i)
-    if (there >> i & 1) found[i] = scale_at(q, at + i);
-  return _mm512_load_ps(found);
+    if (lanes >> i & 1) result[i] = scale_at(q, at + i);
+  return _mm512_load_ps(result);
 }
 
 // Halves of the powers of sixteen bytes.
-inline __m512 half_powers16(const void* p, __mmask16 there) {
-  const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, p)), one = _mm512_set1_epi32(1);
+inline __m512 half_powers16(const void* p, __mmask16 lanes) {
+  const __m512i e = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes, p)), one = _mm512_set1_epi32(1);
   const __m512i subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), e);
   const __mmask16 normal = _mm512_cmpgt_epu32_mask(e, one);
   return _mm512_castsi512_ps(_mm512_mask_slli_epi32(subnormal, normal, _mm512_sub_epi32(e, one), 23));
@@ -163,9 +163,9 @@ template <class Load>
 void scales_by_rows(const Quantized& q, const IntegerForm& form, int64_t first, int64_t size, const HalfPanel& to,
                     Load&& load) {
   const int64_t from = q.groups == 1 ? 0 : first / q.group;
-  const __mmask16 there = first16(q.groups - from);
+  const __mmask16 lanes = first16(q.groups - from);
   __m512i rows[kHalf];
-  for (int64_t r = 0; r < kHalf; ++r) rows[r] = _mm512_castps_si512(load(r, from, there));
+  for (int64_t r = 0; r < kHalf; ++r) rows[r] = _mm512_castps_si512(load(r, from, lanes));
   alignas(64) float columns[16][16];
   columns16(rows, [&](int64_t column, __m512i words) { _mm512_store_si512(columns[column], words); });
   for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
@@ -178,8 +178,8 @@ void scales_by_rows(const Quantized& q, const IntegerForm& form, int64_t first, 
 inline __m512i zeros16(uint32_t low, uint32_t high, __m512i places, int bias) {
   const __m512i words =
       _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int>(low)), _mm256_set1_epi32(static_cast<int>(high)), 1);
-  const __m512i found = _mm512_add_epi32(_mm512_srlv_epi32(words, places), _mm512_set1_epi32(bias));
-  return _mm512_and_si512(found, _mm512_set1_epi32(15));
+  const __m512i result = _mm512_add_epi32(_mm512_srlv_epi32(words, places), _mm512_set1_epi32(bias));
+  return _mm512_and_si512(result, _mm512_set1_epi32(15));
 }
 
 // Scales, and zero points of four bits, that lie by columns.
@@ -338,11 +338,11 @@ template <class Format>
 void zeros_by_rows(const Quantized& q, const IntegerForm& form, int64_t row, int64_t count, int64_t first, int64_t size,
                    const HalfPanel& to) {
   const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
-  const bool whole = std::is_same_v<Format, formats::Packed<4>> && row % 8 == 0 && count == kHalf;
+  const bool full = std::is_same_v<Format, formats::Packed<4>> && row % 8 == 0 && count == kHalf;
   for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
     const int64_t group = q.groups == 1 ? 0 : (first + k) / q.group;
     int32_t* const zeros = to.panel.zeros[g] + to.at;
-    if (whole) {
+    if (full) {
       const int64_t word = row / 8 * q.groups + group;
       _mm512_store_si512(zeros, zeros16(word_at(q.zeros, word), word_at(q.zeros, word + q.groups), places, 0));
       continue;
@@ -406,10 +406,10 @@ void fill_half(const Quantized& q, const IntegerForm& form, int64_t row, int64_t
     half_codes(Format(), line, q.row_bytes - begin, size, to, fetched);
     if (Format::kTraits.scales == Scales::kByTiles && q.group_rows != 1)
       return plain_lines<Format>(q, form, row, count, first, size, to.at, to.panel);
-    scales_by_rows(q, form, first, size, to, [&](int64_t r, int64_t from, __mmask16 there) {
+    scales_by_rows(q, form, first, size, to, [&](int64_t r, int64_t from, __mmask16 lanes) {
       const int64_t at = (row + std::min(r, count - 1)) * q.groups + from;
-      if (kE2m1<Format>) return half_powers16(static_cast<const uint8_t*>(q.scales) + at, there);
-      return scales16(q, at, there);
+      if (kE2m1<Format>) return half_powers16(static_cast<const uint8_t*>(q.scales) + at, lanes);
+      return scales16(q, at, lanes);
     });
     if (form.zero < 0) zeros_by_rows<Format>(q, form, row, count, first, size, to);
   }

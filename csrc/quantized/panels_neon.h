@@ -31,10 +31,10 @@ template <class Format>
 struct WidePanels<Format> {
   static void fill(const Quantized& q, const IntegerForm& form, int64_t row, int64_t rows, int64_t first, int64_t size,
                    Fetched& fetched, Panel& to) {
-    const int64_t whole = size / 32 * 32;
+    const int64_t aligned = size / 32 * 32;
     for (int64_t r = 0; r < rows; ++r) {
       const uint8_t* const line = q.codes + (row + r) * q.row_bytes;
-      for (int64_t k = 0; k < whole; k += 32) {
+      for (int64_t k = 0; k < aligned; k += 32) {
         if (fetched.next != nullptr) {
           __builtin_prefetch(fetched.next, 0, 2);
           fetched.next += 32 * q.row_bytes / q.columns;
@@ -43,7 +43,7 @@ struct WidePanels<Format> {
         uint8_t* const words = to.codes + k * kPanelRows + 4 * r;
         store_words(codes.low, words), store_words(codes.high, words + 16 * kPanelRows);
       }
-      plain_codes<Format>(q, form, row + r, first, whole, size, r, to);
+      plain_codes<Format>(q, form, row + r, first, aligned, size, r, to);
     }
     plain_lines<Format>(q, form, row, rows, first, size, 0, to);
   }

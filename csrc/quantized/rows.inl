@@ -25,17 +25,16 @@ void unpack_singly(const Quantized& q, int64_t row, int64_t rows, int64_t first,
 template <class P, class Format>
 void unpack_rows(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                  int64_t to_bytes) {
-  const int64_t whole = size / kUnpackStep * kUnpackStep;
+  const int64_t aligned = size / kUnpackStep * kUnpackStep;
   const Columns columns(q, first, size);
   for (int64_t r = 0; r < rows; ++r) {
     char* out = static_cast<char*>(to) + r * to_bytes;
     const Format format(q, row + r, columns);
-    const int64_t lines = format.bounded ? whole : 0;
+    const int64_t lines = format.bounded ? aligned : 0;
     each_run<Format>(q, columns, first + lines, [&](int64_t k, int64_t stop, int64_t group) {
       const auto run = format.run(k, group);
       fetch_run(format, k, lead);
-      each_line<Format>(k, stop,
-                        [&](int i, auto whole) { P::store(out, line_of(run, i, whole)), out += P::kLineBytes; });
+      each_line<Format>(k, stop, [&](int i, auto full) { P::store(out, line_of(run, i, full)), out += P::kLineBytes; });
     });
     if (lines < size) unpack_singly<P>(q, row + r, 1, first + lines, size - lines, 0, out, 0);
   }
@@ -46,9 +45,9 @@ template <class Format, int kSide>
 using RowsBeside = std::array<Format, kSide>;
 
 template <int kSide, class F>
-inline __attribute__((always_inline)) auto side_by_side(F&& each) {
+inline __attribute__((always_inline)) auto side_by_side(F&& make) {
   return [&]<int... kRow>(std::integer_sequence<int, kRow...>) __attribute__((always_inline)) {
-    return RowsBeside<decltype(each(0)), kSide>{each(kRow)...};
+    return RowsBeside<decltype(make(0)), kSide>{make(kRow)...};
   }(std::make_integer_sequence<int, kSide>());
 }
 
@@ -65,10 +64,10 @@ inline __attribute__((always_inline)) void add_lines(const Quantized& q, const R
 #pragma GCC unroll 32
                      for (int i = 0; i < kSide * kRunBytes<Format> / 64; ++i, ahead += 64)
                        _mm_prefetch(ahead, _MM_HINT_T1);
-                     each_line<Format>(k, stop, [&](int i, auto whole) __attribute__((always_inline)) {
+                     each_line<Format>(k, stop, [&](int i, auto full) __attribute__((always_inline)) {
 #pragma GCC unroll 8
                        for (int r = 0; r < kSide; ++r) {
-                         const typename P::Line line = line_of(runs[static_cast<size_t>(r)], i, whole);
+                         const typename P::Line line = line_of(runs[static_cast<size_t>(r)], i, full);
 #pragma GCC unroll 4
                          for (int c = 0; c < kTokens; ++c)
                            sum[kSide * c + r] = P::madd(sum[kSide * c + r], line, P::load(x + c * P::kLineBytes));
@@ -108,10 +107,10 @@ void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int6
     const auto formats = side_by_side<kSide>(
         [&](int r) __attribute__((always_inline)) { return Format(q, at[static_cast<size_t>(r)], columns); });
     bool bounded = true;
-    for (const Format& each : formats) bounded = bounded && each.bounded;
+    for (const Format& format : formats) bounded = bounded && format.bounded;
     __m512 sum[kSums];
 #pragma GCC unroll 16
-    for (auto& each : sum) each = _mm512_setzero_ps();
+    for (auto& lane : sum) lane = _mm512_setzero_ps();
     const char* const token = x + first / 32 * kTokens * P::kLineBytes;
     if (bounded) {
       const char* const ahead = first == 0 ? codes : codes + kSide * q.row_bytes * first / q.columns;
@@ -119,16 +118,16 @@ void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int6
     } else {
       add_singly<P, kTokens, kSide>(q, at, first, end, token, sum);
     }
-    float found[kSums];
+    float result[kSums];
 #pragma GCC unroll 2
     for (int i = 0; i < kSums; i += 8) {
       __m512 eight[8];
 #pragma GCC unroll 8
       for (int j = 0; j < 8; ++j) eight[j] = sum[i + j];
-      _mm256_storeu_ps(found + i, across(eight));
+      _mm256_storeu_ps(result + i, across(eight));
     }
     for (int64_t c = 0; c < tokens; ++c)
-      for (int64_t r = 0; r < rows; ++r) sums[c * stride + r] += found[kSide * c + r];
+      for (int64_t r = 0; r < rows; ++r) sums[c * stride + r] += result[kSide * c + r];
   }
 }
 
@@ -137,14 +136,14 @@ constexpr int64_t kTogether = 8;  // rows
 // The words of `rows` rows (at most kTogether) of GPTQ, `count` each, as rows of words.
 void turn_words(const Quantized& q, int64_t row, int64_t rows, int64_t first_word, int64_t count,
                 uint8_t (*to)[kMostColumns + 32]) {
-  const __m256i there =
+  const __m256i lanes =
       _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(rows)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   const uint8_t* const from = q.codes + 4 * row;
   for (int64_t j = 0; j < count; j += 8) {
     __m256i a[8], b[8], c[8];
     for (int64_t i = 0; i < 8; ++i) {
       const auto* const line = reinterpret_cast<const int*>(from + 4 * (first_word + j + i) * q.rows);
-      a[i] = j + i < count ? _mm256_maskload_epi32(line, there) : _mm256_setzero_si256();
+      a[i] = j + i < count ? _mm256_maskload_epi32(line, lanes) : _mm256_setzero_si256();
     }
     for (int i = 0; i < 8; i += 2) {
       b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
@@ -173,23 +172,23 @@ bool in_steps(const Quantized& q, int64_t first, int64_t size) {
 template <class P, class Format, int kBits>
 void unpack_gptq(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                  int64_t to_bytes) {
-  const int64_t whole = size / kUnpackStep * kUnpackStep;
-  if (!in_steps(q, first, whole)) return unpack_singly<P>(q, row, rows, first, size, lead, to, to_bytes);
+  const int64_t aligned = size / kUnpackStep * kUnpackStep;
+  if (!in_steps(q, first, aligned)) return unpack_singly<P>(q, row, rows, first, size, lead, to, to_bytes);
   for (int64_t r = 0; r < rows; r += kTogether) {
     const int64_t some = std::min(kTogether, rows - r);
     uint8_t words[kTogether][kMostColumns + 32];
-    turn_words(q, row + r, some, first * kBits / 32, whole * kBits / 32, words);
+    turn_words(q, row + r, some, first * kBits / 32, aligned * kBits / 32, words);
     for (int64_t i = 0; i < some; ++i) {
       char* out = static_cast<char*>(to) + (r + i) * to_bytes;
-      for (int64_t k = first, stop; k < first + whole; k = stop) {
+      for (int64_t k = first, stop; k < first + aligned; k = stop) {
         const int64_t group = group_of(q, k);
-        stop = q.order != nullptr ? k + kUnpackStep : q.groups == 1 ? first + whole : (group + 1) * q.group;
-        stop = std::min(first + whole, stop);
+        stop = q.order != nullptr ? k + kUnpackStep : q.groups == 1 ? first + aligned : (group + 1) * q.group;
+        stop = std::min(first + aligned, stop);
         const typename Format::Run run(words[i] + (k - first) * kBits / 8,
                                        formats::Gptq<kBits>::line(q, row + r + i, group));
         for (int line = 0; line < (stop - k) / kUnpackStep; ++line) P::store(out, run.line(line)), out += P::kLineBytes;
       }
-      if (whole < size) unpack_singly<P>(q, row + r + i, 1, first + whole, size - whole, 0, out, 0);
+      if (aligned < size) unpack_singly<P>(q, row + r + i, 1, first + aligned, size - aligned, 0, out, 0);
     }
   }
 }
@@ -224,14 +223,14 @@ void unpack_awq_word(const Quantized& q, int64_t row, int64_t rows, int64_t firs
 template <class P>
 void unpack_awq(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t, void* to,
                 int64_t to_bytes) {
-  const int64_t whole = size / kUnpackStep * kUnpackStep;
+  const int64_t aligned = size / kUnpackStep * kUnpackStep;
   for (int64_t r = 0, some; r < rows; r += some) {
     some = std::min(rows - r, 8 - (row + r) % 8);
     char* const out = static_cast<char*>(to) + r * to_bytes;
-    unpack_awq_word<P>(q, row + r, some, first, whole, out, to_bytes);
-    for (int64_t i = 0; whole < size && i < some; ++i)
-      unpack_singly<P>(q, row + r + i, 1, first + whole, size - whole, 0,
-                       out + i * to_bytes + whole / 32 * P::kLineBytes, 0);
+    unpack_awq_word<P>(q, row + r, some, first, aligned, out, to_bytes);
+    for (int64_t i = 0; aligned < size && i < some; ++i)
+      unpack_singly<P>(q, row + r + i, 1, first + aligned, size - aligned, 0,
+                       out + i * to_bytes + aligned / 32 * P::kLineBytes, 0);
   }
 }
 

@@ -76,8 +76,8 @@ struct WideFormat {
     const __m256 value = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(magnitude, 20)),
                                        _mm256_castsi256_ps(_mm256_set1_epi32(0x7b800000)));
     const __m256i none = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
-    const __m256i known = _mm256_blendv_epi8(_mm256_castps_si256(value), _mm256_set1_epi32(0x7fc00000), none);
-    return _mm256_castsi256_ps(_mm256_or_si256(known, sign));
+    const __m256i finite = _mm256_blendv_epi8(_mm256_castps_si256(value), _mm256_set1_epi32(0x7fc00000), none);
+    return _mm256_castsi256_ps(_mm256_or_si256(finite, sign));
   }
 };
 
@@ -193,13 +193,13 @@ inline void widen_plainly(const Quantized& q, int64_t row, int64_t first, int64_
 template <class Format>
 void unpack_wide(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                  int64_t to_bytes) {
-  const int64_t whole = size / kUnpackStep * kUnpackStep;
+  const int64_t aligned = size / kUnpackStep * kUnpackStep;
   for (int64_t r = 0; r < rows; ++r) {
     auto* const out = reinterpret_cast<float*>(static_cast<char*>(to) + r * to_bytes);
-    if (!widen_steps<Format>(q, row + r, first, whole, lead, out)) {
+    if (!widen_steps<Format>(q, row + r, first, aligned, lead, out)) {
       widen_plainly(q, row + r, first, size, out);
-    } else if (whole < size) {
-      widen_plainly(q, row + r, first + whole, size - whole, out + whole);
+    } else if (aligned < size) {
+      widen_plainly(q, row + r, first + aligned, size - aligned, out + aligned);
     }
   }
 }

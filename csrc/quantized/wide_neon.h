@@ -60,19 +60,19 @@ inline void unpack_sixteen(uint8x16_t codes, const Affine& by, X* to) {
 template <class X, class Format>
 void unpack_codes(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                   int64_t to_bytes) {
-  const int64_t whole = size / kUnpackStep * kUnpackStep, step = kUnpackStep * q.row_bytes / q.columns;
+  const int64_t aligned = size / kUnpackStep * kUnpackStep, step = kUnpackStep * q.row_bytes / q.columns;
   for (int64_t r = 0; r < rows; ++r) {
     const uint8_t* const line = q.codes + (row + r) * q.row_bytes;
     auto* const out = reinterpret_cast<X*>(static_cast<char*>(to) + r * to_bytes);
     const uint8_t* ahead = line + q.row_bytes * first / q.columns + lead;
-    for (int64_t k = 0; k < whole; k += kUnpackStep, ahead += step) {
+    for (int64_t k = 0; k < aligned; k += kUnpackStep, ahead += step) {
       __builtin_prefetch(ahead, 0, 2);
       const Codes codes = codes_of(Format(), line, first + k);
       Affine by[2];
       affine_at<Format>(q, row + r, first + k, by);
       unpack_sixteen(codes.low, by[0], out + k), unpack_sixteen(codes.high, by[1], out + k + 16);
     }
-    if (whole < size) unpack_plainly<X>(q, row + r, 1, first + whole, size - whole, 0, out + whole, 0);
+    if (aligned < size) unpack_plainly<X>(q, row + r, 1, first + aligned, size - aligned, 0, out + aligned, 0);
   }
 }
 
