@@ -52,11 +52,12 @@ from moelight.engine.options import EngineOptions
 from moelight.engine.planning import plan_for
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
+from moelight.kernels.device import Device
 from moelight.observe.trace import TraceHeader, write_trace
 from moelight.optimizer.plan import Plan, policy_as_dict
 from moelight.paging.arena import page_locked
 from moelight.profiles.workload import Workload
-from moelight.runtime.machine import Machine, find_machine, limit_device_memory
+from moelight.runtime.machine import Machine, find_machine
 from moelight.runtime.machine_profile import accelerator_name, machine_profile
 from moelight.runtime.measure import available_bytes
 from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
@@ -175,7 +176,7 @@ class Card:
         """Everything of one contestant under one cap."""
         plan = self.plan(*CONTESTANTS[name], cap)
         gc.collect()
-        limit_device_memory(self.machine.device, cap - self.context_bytes)
+        Device(self.machine.device).limit_memory(cap - self.context_bytes)
         options = {"device": self.args.device, "lanes": self.args.lanes, "source": self.source}
         with Engine(plan, **options, prefix_caching=False) as engine:
             steady, trace = self.steady(engine)

@@ -31,10 +31,11 @@ from moelight.formats.gptq import gptq
 from moelight.formats.matrix import Matrix
 from moelight.formats.mxfp4 import mxfp4
 from moelight.formats.packed import PackedFormat
+from moelight.kernels.device import Device
 from moelight.kernels.gpu import tiles
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ExpertTable
-from moelight.kernels.gpu.serving import card_lacks_bfloat16, expert_kernel, serves_integers
+from moelight.kernels.gpu.serving import expert_kernel, serves_integers
 from moelight.runtime.machine import find_machine
 
 PACKED = PackedFormat(
@@ -174,7 +175,7 @@ def main() -> int:
     args = parser.parse_args()
     device = find_machine(args.device).device
     sizes = SMALL if args.small else (EXPERTS, HIDDEN, WIDTH, COPIES)
-    dtype, result = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16, []
+    dtype, result = torch.bfloat16 if Device(device).bfloat16 else torch.float16, []
     if args.tiles:
         return search(args.tiles, sizes, device, dtype, args.limit)
     rounds, first = (1, 0) if args.small else (10, 2)

@@ -40,6 +40,7 @@ from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.profile import save_profile
 from moelight.hrm.footprint import kv_block_bytes
 from moelight.hrm.machine_model import Speeds
+from moelight.kernels.device import Device
 from moelight.models.checkpoints import open_model
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.plan import Plan
@@ -52,9 +53,7 @@ from moelight.runtime.executor import Idle
 from moelight.runtime.machine import (
     device_peak,
     find_machine,
-    limit_device_memory,
     out_of_device_memory,
-    watch_device_memory,
 )
 from moelight.runtime.machine_profile import use_kept_kernels
 from moelight.runtime.measure import peak_rss_bytes
@@ -420,9 +419,9 @@ class Engine:
         return finished, len(self._batcher.running) != running or self._batcher.requeued
 
     def _guard_device_memory(self) -> None:
-        watch_device_memory(self._machine.device)
+        Device(self._machine.device).watch_memory()
         if self._device_limit:
-            limit_device_memory(self._machine.device, self._device_limit)
+            Device(self._machine.device).limit_memory(self._device_limit)
 
     def _pack_next(self) -> PackedPass | None:
         plans = self._batcher.next_pass() if self._batcher.busy else ()
@@ -526,7 +525,7 @@ class Engine:
             self._passes.close()
             self._passes = None
             if self._device_limit:
-                limit_device_memory(self._machine.device, None)
+                Device(self._machine.device).limit_memory(None)
         self.end_routing_trace()
 
     def __enter__(self) -> Engine:

@@ -21,6 +21,7 @@ from moelight.engine.loaded_model import LoadedModel, refuse_prediction
 from moelight.hrm.placement import moved
 from moelight.kernels.arguments import one_thread_for_torch
 from moelight.kernels.caching_allocator import RESULTS
+from moelight.kernels.device import Device
 from moelight.kernels.layer import MOST_TOKENS
 from moelight.optimizer.adapter import Allocation
 from moelight.paging.ring import RingPager
@@ -88,8 +89,7 @@ class PassRunner:
         self._follow_residents()
         # New tokens of three passes: one collected, one in flight, one packed.
         running = places(policy, model.pool.blocks)
-        room = torch.empty((3, running), dtype=torch.int64, pin_memory=machine.device.type != "cpu")
-        self._sampled = cycle(room)
+        self._sampled = cycle(Device(machine.device).host_memory((3, running), torch.int64))
 
     @property
     def policy(self) -> Policy:

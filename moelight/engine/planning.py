@@ -21,6 +21,7 @@ from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place_pages, with_residents
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES, routed_only
 from moelight.kernels import native
+from moelight.kernels.device import Device
 from moelight.kernels.gpu import serving
 from moelight.optimizer.allowed import AUTO, CACHES, CHOOSE, allowed_caches
 from moelight.optimizer.fixed_values import check_dtype
@@ -218,7 +219,7 @@ def resolve_host_pages(policy: Policy, model: ModelProfile, machine: Machine, dt
         return policy, "the policy says so"
     if not place_pages(model, policy).on("host") or policy.ffn_device == "cpu":
         return staged("no expert page is transferred from host memory")
-    if machine.twin or not locks_in_place(machine.device.type):
+    if machine.twin or not locks_in_place(machine.device):
         return staged(f"{'a twin' if machine.twin else machine.device.type} locks no memory in place")
     pinned = replace(policy, host_pages="pinned")
     need, available = footprint(model, pinned, dtype=dtype).total("host"), memory_limit_bytes()
@@ -316,7 +317,7 @@ def _missing(policy: Policy, device: torch.device | None) -> Iterator[str]:
     """Yield what ``policy`` requires and the installation or ``device`` lacks, one clause each."""
     if policy.activations != INT8:
         return
-    card = None if device is None or device.type == "cpu" or policy.ffn_device == "cpu" else device
+    card = None if device is None or Device(device).host or policy.ffn_device == "cpu" else device
     if (policy.ffn_device != "gpu" or card is None) and not native.available():
         yield f"activations int8 need the native kernels ({native.reason()})"
     served, cause = (True, "") if card is None else serving.serves_integers(card)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moelight.core.request import SamplingParams
-from moelight.kernels.copies import pinned
+from moelight.kernels.device import Device
 
 DRAW_BYTES = 64  # per sampled logit: float64 value, sorted copy, id, and the workspace of the sort
 CHANGE_BYTES = 32  # per changed logit: two float32 copies and the expanded mask
@@ -209,9 +209,9 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[floa
 
 def to_device(values: np.ndarray, beside: Tensor) -> Tensor:
     """Copy ``values`` to the device of ``beside`` without waiting for it."""
-    return pinned(values, beside.device).to(beside.device, non_blocking=True)
+    return Device(beside.device).landed(values)
 
 
 def _room(beside: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
     """Host memory that receives a copy from the device of ``beside``."""
-    return torch.empty(shape, dtype=dtype, pin_memory=beside.device.type != "cpu")
+    return Device(beside.device).host_memory(shape, dtype)

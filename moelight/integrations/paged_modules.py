@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moelight.core.errors import ConfigError, UserError
 from moelight.integrations.layers import ExpertParameter, MoeLayer, TensorSlice, as_array
+from moelight.kernels.device import on_host
 from moelight.paging.turns import SlotPager, Slots, Turn
 
 # A call of transformers' experts over all slots costs as much as a call for a single expert, plus a twenty-fifth of
@@ -129,7 +130,7 @@ class PagedFusedExperts(PagedExpertModule):
         """Grouped or batched products over the experts that are ready, then over those that have arrived meanwhile."""
         tokens, k = ids.shape
         outputs: Tensor | None = None
-        flat, together = ids.reshape(-1), states.device.type != "cpu"
+        flat, together = ids.reshape(-1), not on_host(states)
         forward = type(self.layer.experts).forward
         for ready in turn.arriving(together=together):
             for first, last, slots in self._calls(ready, together=together):

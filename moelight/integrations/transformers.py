@@ -25,6 +25,7 @@ from moelight.experts.profile import facts_of_model, load_profile
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
 from moelight.integrations.layers import ATTACHMENT, PAGE_ALIGNMENT, MoeLayer, moe_layers
 from moelight.integrations.paged_modules import PagedExpertList, PagedExpertModule, PagedFusedExperts
+from moelight.kernels.device import Device
 from moelight.lang.check import read
 from moelight.lang.files import load_expert_policy
 from moelight.paging.arena import on_huge_pages
@@ -94,7 +95,7 @@ def policy_for(layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, st
     use, as far as free memory suffices, and the reason. Raises BudgetError if not one expert fits."""
     top_k, experts = max(layer.top_k or 1 for layer in layers), sum(layer.num_experts for layer in layers)
     page_bytes, device = _slot_bytes(layers), layers[0].device
-    free = available_bytes() if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
+    free = available_bytes() if Device(device).host else Device(device).memory()[0]
     free += sum(layer.num_experts * layer.page_bytes for layer in layers)
     reserve = RESERVE_BYTES + STAGED * page_bytes
     plan = plan_slots(
@@ -321,11 +322,11 @@ def _slot_bytes(layers: Sequence[MoeLayer]) -> int:
 def _slots(count: int, slot_bytes: int, device: torch.device) -> Tensor:
     size = count * slot_bytes
     try:
-        near = on_huge_pages(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+        near = on_huge_pages(size) if Device(device).host else torch.empty(size, dtype=torch.uint8, device=device)
     except (RuntimeError, MemoryError, OSError):
         raise BudgetError(
             f"{device} has no {format_bytes(size)} for {count} experts; lower the policy's capacity",
-            tier="host" if device.type == "cpu" else "device",
+            tier="host" if Device(device).host else "device",
             needed_bytes=size,
         ) from None
     return near.view(count, slot_bytes)
@@ -338,8 +339,8 @@ def _store(home: str | None, directory: str | Path | None, layers: list[MoeLayer
     device, experts = layers[0].device, [layer.num_experts for layer in layers]
     if home is not None and home not in _STORES:
         raise ConfigError(f"home {home!r}: known are {', '.join(_STORES)}{did_you_mean(home, _STORES)}")
-    if home == "disk" and device.type != "cpu":
+    if home == "disk" and not Device(device).host:
         raise ConfigError(f"home 'disk' is for models on a CPU; experts of one on {device} go to memory")
-    if home == "memory" or device.type != "cpu":
+    if home == "memory" or not Device(device).host:
         return HostStore(device, experts, slot_bytes)
     return DiskStore(Path(directory or tempfile.gettempdir()), experts, slot_bytes)

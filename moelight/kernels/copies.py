@@ -3,7 +3,6 @@ copies to a device are asynchronous."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,12 +25,3 @@ def copy_pages(dst: Tensor, src: Tensor, *, threads: int | None = None) -> None:
     if dst.numel() and abs(dst.data_ptr() - src.data_ptr()) < dst.numel():
         raise ValueError("src: overlaps dst")
     dst.copy_(src)
-
-
-def pinned(array: np.ndarray, device: torch.device) -> Tensor:
-    """``array`` in host memory from which a copy to ``device`` is asynchronous: page-locked, unless it is the CPU.
-
-    It may be freed while copies from it are under way: torch reuses page-locked memory only after them.
-    """
-    host = torch.from_numpy(array)
-    return host if device.type == "cpu" else host.pin_memory()

@@ -18,16 +18,16 @@ from torch import Tensor
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, stored
 from moelight.kernels.caching_allocator import RESULTS
+from moelight.kernels.device import Device, on_host
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.routing import by_hand
-from moelight.kernels.gpu.serving import on_device
 
 _HEAD_NUMBERS = 1024  # half as many as a program of `finish_heads` holds
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """`cpu_rms_norm`, on any device; x [T, H]."""
-    if native.on_cpu(x):
+    if on_host(x):
         return cpu_rms_norm(x, weight, eps, add=add, out=out)
     if serving.serves(x.device, x.dtype)[0]:
         return _norm_in_triton(x, weight, arguments.check_number("eps", eps, 0), add, out)
@@ -54,7 +54,7 @@ def rms_norm_mixed(
     out     [T, H] in `dtype`, and may be x
     finite  float32 [1]: is NaN or infinite once a result was; nobody waits for it
     """
-    if not native.on_cpu(x) and serving.serves(x.device, dtype)[0]:
+    if not on_host(x) and serving.serves(x.device, dtype)[0]:
         if out is None:
             out = torch.empty(x.shape, dtype=dtype, device=x.device)
         return _norm_in_triton(x, weight, arguments.check_number("eps", eps, 0), add, out, once=True, finite=finite)
@@ -87,7 +87,7 @@ def finish_heads(
     mixed    norms as by `rms_norm_mixed`; if a query or key of a token is not finite, its values become NaN, to which
              the token itself attends: attention would lose it, because a score of -inf weighs nothing
     """
-    if not native.on_cpu(qkv) and serving.serves(qkv.device, qkv.dtype)[0]:
+    if not on_host(qkv) and serving.serves(qkv.device, qkv.dtype)[0]:
         _finish_in_triton(qkv, cos, sin, queries, keys, clip, norms, eps, mixed=mixed)
         return
     if clip is not None:
@@ -96,11 +96,11 @@ def finish_heads(
     for heads, weight in zip(turned.split((queries, keys), dim=1), norms or (), strict=norms is not None):
         if mixed:
             heads.copy_(_norm_once(heads, weight, eps, qkv.dtype))
-        elif native.on_cpu(qkv):
+        elif on_host(qkv):
             cpu_rms_norm(heads, weight, eps, out=heads)
         else:
             heads.copy_(reference.rms_norm(heads, weight, eps))
-    if native.on_cpu(qkv):
+    if on_host(qkv):
         cpu_rotate(turned, cos, sin, out=turned)
     else:
         turned.copy_(reference.rotate(turned, cos, sin))
@@ -109,7 +109,7 @@ def finish_heads(
 
 
 def _norm_once(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    norm = cpu_rms_norm if native.on_cpu(x) else reference.rms_norm
+    norm = cpu_rms_norm if on_host(x) else reference.rms_norm
     return norm(x.float(), weight.float(), eps).to(dtype)
 
 
@@ -142,7 +142,7 @@ def _norm_in_triton(
     watch = out if finite is None else finite
     arguments = (x, added, weight, out, watch, width, x.stride(0), added.stride(0), out.stride(0), eps)
     flags = {"ADD": add is not None, "ONCE": once, "WATCHED": finite is not None, "BY_HAND": by_hand(out)}
-    with on_device(x.device):
+    with Device(x.device).context():
         rows_triton.rms_norm[(rows,)](*arguments, **flags, PADDED=padded, **launch_options(padded))
     return out
 
@@ -178,7 +178,7 @@ def _finish_in_triton(
     limit = 0.0 if clip is None else _rounded(clip, qkv.dtype)
     arguments = (qkv, cos, sin, *weights, heads, queries, rotated, size, qkv.stride(0), size, limit, eps)
     constants = {"CLIP": clip is not None, "NORM": norms is not None, "MIXED": mixed, "BY_HAND": by_hand(qkv)}
-    with on_device(qkv.device):
+    with Device(qkv.device).context():
         rows_triton.finish_heads[(tokens, 1 if mixed else -(-heads // block))](
             *arguments, **constants, BH=block, PADDED=padded, **launch_options(2 * block * padded)
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 from moelight.core.errors import BudgetError
 from moelight.core.units import format_bytes
 from moelight.hrm.footprint import ArenaSize, Footprint
+from moelight.kernels.device import Device
 
 _log = logging.getLogger(__name__)
 HUGE_PAGE = 2 << 20
@@ -57,12 +58,12 @@ def allocate(
         if arena.purpose in _BOUNDS_ONLY:
             continue
         where = device if arena.tier == "device" else torch.device("cpu")
-        pinned = arena.tier == "host" and arena.purpose in crossing and device.type != "cpu"
+        pinned = arena.tier == "host" and arena.purpose in crossing and not Device(device).host
         try:
             if pinned:
                 step = slot_bytes if arena.purpose in _IN_SLOTS else 0
                 arenas[arena.purpose] = page_locked(arena.bytes, device, slot_bytes=step, purpose=arena.purpose)
-            elif where.type == "cpu":
+            elif Device(where).host:
                 arenas[arena.purpose] = on_huge_pages(arena.bytes)
             else:
                 arenas[arena.purpose] = _aligned_empty(arena.bytes, device=where)
@@ -107,31 +108,31 @@ def page_locked(size: int, device: torch.device, *, slot_bytes: int = 0, purpose
     With ``slot_bytes`` the region is locked in pieces of about `LOCKED_AT_ONCE`, of whole slots: a refusal comes before
     everything is locked. CUDA does not say that a copy may cross two locked regions, so none does.
     """
-    if not locks_in_place(device.type):
+    if not locks_in_place(device):
         return _aligned_empty(size, pin_memory=True)
     step = max(1, LOCKED_AT_ONCE // slot_bytes) * slot_bytes if slot_bytes else size
     region, locked, code = _locked(size, step)
     if code:
-        _clear_error(device.type)
+        _clear_error(device)
         raise PinningError(purpose, size, locked=locked, code=code)
     return region
 
 
 @functools.cache
-def locks_in_place(device_type: str) -> bool:
+def locks_in_place(device: torch.device) -> bool:
     """True if memory can be locked in place, tested with one huge page."""
-    if device_type != "cuda":
+    if not Device(device).cuda:
         return False
     _, _, code = _locked(HUGE_PAGE, HUGE_PAGE)
     if code:
-        _clear_error(device_type)
+        _clear_error(device)
     return not code
 
 
-def _clear_error(device_type: str) -> None:
+def _clear_error(device: torch.device) -> None:
     """Drop the error that the runtime keeps, which the next kernel launch would report."""
     with suppress(RuntimeError):
-        torch.zeros(1, device=device_type).add_(1)
+        torch.zeros(1, device=device).add_(1)
 
 
 def _aligned_empty(size: int, **kind: Any) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.schedule import Page
 from moelight.core.units import format_bytes
+from moelight.kernels.device import Device
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.paging.arena import PinningError, on_huge_pages, page_locked
 from moelight.paging.slots import PendingPage
@@ -143,7 +144,7 @@ class HostStore:
         self._pages = {}
 
     def _memory(self, size: int) -> Tensor:
-        if self._device.type != "cpu":
+        if not Device(self._device).host:
             # Where no more memory can be locked, the rest transfers at the speed of pageable copies.
             with suppress(RuntimeError, PinningError):
                 return page_locked(size, self._device)
@@ -204,13 +205,8 @@ class CopyStream:
 
 def copies_to(device: torch.device) -> CopyThread | CopyStream:
     """Copies from host memory to ``device``."""
-    if device.type == "cpu":
-        return CopyThread()
-    return CopyStream(
-        torch.Stream(device=device),
-        lambda: torch.accelerator.current_stream(device),
-        lambda: torch.Event(device=device),
-    )
+    kind = Device(device)
+    return CopyThread() if kind.host else CopyStream(kind.stream(), kind.current_stream, kind.event)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

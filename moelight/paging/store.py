@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from moelight.core.schedule import Buffer, Page
+from moelight.kernels.device import on_host
 from moelight.paging.arena import slots
 from moelight.paging.slots import PendingPage
 
@@ -92,7 +93,7 @@ class PageStore:
         ]  # of which some may be offloaded too
         for page, (home, *_) in sorted([*resident, *self.offloaded.items()], key=lambda entry: entry[0]):
             into = home
-            if home.device.type != "cpu":
+            if not on_host(home):
                 into = bounce = home.new_empty(home.numel(), device="cpu") if bounce is None else bounce
             arriving = start(page, into, 0)
             if arriving is not None:

@@ -32,6 +32,7 @@ from moelight.kernels.attention import (
     cpu_prefill_attention,
 )
 from moelight.kernels.caching_allocator import RESULTS
+from moelight.kernels.device import Device
 from moelight.kernels.gpu import attention as gpu_attention
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.attention import (
@@ -397,7 +398,7 @@ class AttentionKernels:
 
 def kernels_of(device: torch.device) -> AttentionKernels:
     """Return the kernels of ``device``; torch's for the emulated one."""
-    if device.type == "cpu":
+    if Device(device).host:
         return AttentionKernels(
             attend=attend_in_torch,
             append=append_in_torch,

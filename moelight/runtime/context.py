@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelight.kernels.device import Device
 from moelight.kernels.gpu.attention import PromptForm, RaggedBatch, in_buffer
 
 
@@ -73,9 +74,7 @@ class Context:
     def pieces_on(self, device: torch.device) -> Tensor:
         """``pieces`` on ``device``, copied at the first call without waiting, on the stream of all calls."""
         if self._landed is None:
-            self._landed = self.pieces
-            if device.type != "cpu":
-                self._landed = self.pieces.pin_memory().to(device, non_blocking=True)
+            self._landed = Device(device).landed(self.pieces)
         return self._landed
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moelight.hrm.footprint import GRAPH_ROWS
+from moelight.kernels.device import Device
 
 MOST_GRAPHS = 512
 _MOST_SEEN = 16 * MOST_GRAPHS
@@ -50,7 +51,7 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
+        with Device(self._device).context():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
@@ -63,7 +64,7 @@ class CudaRecorder:
         return graph.replay
 
     def finish(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
+        Device(self._device).current_stream().synchronize()
         self._pool = None  # it ends with the last graph that uses it
 
 
@@ -167,6 +168,6 @@ class Graphs:
 
 def graphs_of(device: torch.device, rows: int) -> Graphs | None:
     """Graphs for passes of at most ``rows`` rows on ``device``; None if it has none."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not Device(device).nvidia:
         return None
     return Graphs(CudaRecorder(device), rows=rows)

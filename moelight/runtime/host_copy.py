@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from moelight.runtime.lanes import new_event, wait_asleep
+from moelight.kernels.device import Device
+from moelight.runtime.lanes import wait_asleep
 
 
 class HostCopy:
@@ -21,9 +21,9 @@ class HostCopy:
 
     def __init__(self, *tensors: Tensor) -> None:
         self._host, self._arrived = tensors, None
-        if (device := tensors[0].device).type != "cpu":
+        if not (device := Device(tensors[0].device)).host:
             self._host = tuple([_begin(tensor) for tensor in tensors])
-            self._arrived = new_event(device)
+            self._arrived = device.event()
             self._arrived.record()
 
     def wait(self) -> list[np.ndarray]:
@@ -34,4 +34,4 @@ class HostCopy:
 
 
 def _begin(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return Device(tensor.device).host_memory(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)

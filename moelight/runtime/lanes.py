@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from moelight.core.errors import MoelightError
+from moelight.kernels.device import Device, wakes
 from moelight.kernels.threads import ThreadTeam
 
 IDLE_ORIGIN_S = 1.0
@@ -300,19 +301,12 @@ class StreamTicket:
         return self._origin.seconds(self._start), self._origin.seconds(self.done)
 
 
-def new_event(device: torch.device, *, timed: bool = False) -> Any:
-    """An event of ``device`` for `wait_asleep`."""
-    if device.type == "cuda" and torch.version.hip is None:
-        return torch.cuda.Event(enable_timing=timed, blocking=True)
-    return torch.Event(device=device, enable_timing=timed)
-
-
 def wait_asleep(event: Any) -> None:
     """Wait for ``event`` without a busy core, which would be one of the CPU's attention and experts.
 
     A CUDA event that blocks puts the thread to sleep in the driver, without the GIL. Others spin in their own
     synchronisation, so they are asked from time to time; a wait that is over within `SPIN_S` does not sleep."""
-    if isinstance(event, torch.cuda.Event):
+    if wakes(event):
         event.synchronize()
         return
     spins_until = time.perf_counter() + SPIN_S
@@ -363,8 +357,7 @@ class StreamLane(ThreadLane):
 
     @classmethod
     def on(cls, device: torch.device, name: str) -> StreamLane:
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else torch.Stream(device=device)
-        return cls(name, stream, partial(new_event, device, timed=True))
+        return cls(name, Device(device).stream(), partial(Device(device).event, timed=True))
 
     def close(self) -> None:
         super().close()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from moelight.core.policy import Policy
 from moelight.core.schedule import Lane
 from moelight.core.units import format_bytes
 from moelight.hrm.footprint import Footprint
+from moelight.kernels.device import ACCELERATORS, Device, DevicePeak, count_of, default_accelerator, on_host
 from moelight.kernels.threads import ThreadTeam
 from moelight.paging.arena import allocate, nothing_left
 from moelight.runtime.lanes import InlineLane, LaneRunner, PendingLane, StreamLane, ThreadLane
@@ -31,8 +31,7 @@ from moelight.runtime.topology import (
 )
 from moelight.runtime.twin import EmulatedEvent, EmulatedMemory, EmulatedStream, TwinHabits
 
-_CARDS = ("cuda", "xpu")
-DEVICES = ("auto", "cpu", *_CARDS, "twin")
+DEVICES = ("auto", "cpu", *ACCELERATORS, "twin")
 LANE_KINDS = ("auto", "inline", "threads")
 
 
@@ -51,7 +50,7 @@ class Machine:
     @property
     def compiles(self) -> bool:
         """True if kernels are compiled or loaded at their first launch."""
-        return self.device.type != "cpu"
+        return not Device(self.device).host
 
     def native_dtype(self, dtype: DType) -> DType:
         """``dtype``, or float16 in mixed precision where the device has no bfloat16."""
@@ -59,19 +58,18 @@ class Machine:
 
     def synchronize(self) -> None:
         """Wait for everything launched on the device, on whichever stream."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        Device(self.device).synchronize()
 
     def device_memory_bytes(self) -> int:
         """Free device memory, the driver's context apart; raises ConfigError for a twin without ``memory``."""
         if self.memory is not None:
             return self.memory.limit - self.memory.used
-        if self.device.type == "cpu":
+        device = Device(self.device)
+        if device.host:
             raise ConfigError("--device-memory is needed for a twin: it has no memory of its own")
-        module = torch.get_device_module(self.device)
-        module.empty_cache()  # what an earlier engine of this process left
-        free, _ = module.mem_get_info(self.device)
-        return int(free)
+        device.free_cache()  # what an earlier engine of this process left
+        free, _ = device.memory()
+        return free
 
 
 def find_machine(name: str) -> Machine:
@@ -83,20 +81,19 @@ def find_machine(name: str) -> Machine:
         memory = EmulatedMemory(habits.memory_bytes) if habits.memory_bytes else None
         bf16 = not habits.fp16
         return Machine(device=torch.device("cpu"), discrete=True, twin=True, bf16=bf16, habits=habits, memory=memory)
-    if kind not in DEVICES or (index and (kind not in _CARDS or not index.isdecimal())):
+    if kind not in DEVICES or (index and (kind not in ACCELERATORS or not index.isdecimal())):
         raise ConfigError(f"--device {name!r} is not one of {', '.join(DEVICES)}, or a card as in cuda:1")
     if kind == "auto":
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kind = accelerator.type if accelerator is not None and accelerator.type in _CARDS else "cpu"
+        accelerator = default_accelerator()
+        kind = "cpu" if accelerator is None else accelerator.type
     if kind == "cpu":
         return Machine(device=torch.device("cpu"), discrete=False)
-    count = torch.get_device_module(kind).device_count() if torch.get_device_module(kind).is_available() else 0
+    count = count_of(kind)
     if int(index or 0) >= count:
         available = f"{count:,} {kind} device{'s' * (count > 1)}" if count else "no such device"
         raise ConfigError(f"--device {name}: torch {torch.__version__} sees {available} on this machine")
     device = torch.device(kind, int(index or 0))
-    bf16 = kind != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-    return Machine(device=device, discrete=True, bf16=bf16)
+    return Machine(device=device, discrete=True, bf16=Device(device).bfloat16)
 
 
 def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None = None) -> dict[Lane, LaneRunner]:
@@ -139,7 +136,7 @@ def allocate_for(
 ) -> dict[str, Tensor]:
     """Allocate the arenas of ``footprint`` (`paging.arena.allocate`), those in host memory on suitable NUMA nodes."""
     plug = pci_slot_of(machine.device)
-    tiers = ("host",) if machine.device.type != "cpu" else ("host", "device")
+    tiers = ("host",) if machine.compiles else ("host", "device")
     placement = place_memory(
         read_topology(),
         sum(footprint.total(tier) for tier in tiers),
@@ -149,7 +146,7 @@ def allocate_for(
     with placing(placement):  # pinned memory is touched at allocation, the rest later by any thread
         arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages, slot_bytes=slot_bytes)
     for arena in arenas.values():
-        if arena.device.type == "cpu":
+        if on_host(arena):
             settle(placement, arena.data_ptr(), arena.numel())
     if machine.memory is not None:
         for region in (
@@ -162,49 +159,11 @@ def allocate_for(
     return arenas
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DevicePeak:
-    """Most bytes of tensors (``allocated``) and of the allocator's segments (``reserved``)."""
-
-    allocated: int = 0
-    reserved: int = 0
-
-
-def limit_device_memory(device: torch.device, limit_bytes: int | None) -> None:
-    """Limit the allocator to ``limit_bytes`` of ``device`` (None: all); larger requests fail from now on.
-
-    On CUDA segments then grow in place, so that freed memory serves requests of any size. The device's context (some
-    hundred MiB) does not count. No effect where the device has no memory or no such limit.
-    """
-    module = _module(device)
-    if module is None or not hasattr(module, "set_per_process_memory_fraction"):
-        return
-    if device.type == "cuda" and torch.version.hip is None:
-        _change_settings("expandable_segments:True")
-    _, total = module.mem_get_info(device)
-    share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total)
-    module.set_per_process_memory_fraction(share, device)
-
-
-def watch_device_memory(device: torch.device) -> None:
-    """Free unused cached memory and reset the peaks."""
-    module = _module(device)
-    if module is not None:
-        module.init()  # there are no statistics before
-        module.empty_cache()
-        module.reset_peak_memory_stats(device)
-
-
 def device_peak(machine: Machine) -> DevicePeak:
-    """Peaks since `watch_device_memory`; zeros where the device has no memory of its own."""
+    """Peaks since `Device.watch_memory`; zeros where the device has no memory of its own."""
     if machine.memory is not None:
         return DevicePeak(allocated=machine.memory.peak, reserved=machine.memory.peak)
-    device, module = machine.device, _module(machine.device)
-    if module is None:
-        return DevicePeak()
-    return DevicePeak(
-        allocated=int(module.max_memory_allocated(device)), reserved=int(module.max_memory_reserved(device))
-    )
+    return Device(machine.device).memory_peak()
 
 
 def out_of_device_memory(machine: Machine, limit_bytes: int) -> BudgetError:
@@ -219,12 +178,3 @@ def out_of_device_memory(machine: Machine, limit_bytes: int) -> BudgetError:
         tier="device",
         needed_bytes=peak.reserved,
     )
-
-
-def _change_settings(settings: str) -> None:
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.9 and later
-    (change or torch.cuda.memory._set_allocator_settings)(settings)
-
-
-def _module(device: torch.device) -> Any:
-    return None if device.type == "cpu" else torch.get_device_module(device)

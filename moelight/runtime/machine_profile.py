@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from moelight.core.errors import ConfigError
 from moelight.core.paths import cache_directory
 from moelight.kernels import native, variants
+from moelight.kernels.device import Device
 from moelight.profiles.hardware import WORK, HardwareProfile, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime.measure import available_bytes, processor_name
@@ -192,7 +193,6 @@ def accelerator_name(device: str) -> str | None:
     if it is absent or emulated."""
     if device == "cpu" or (device == "auto" and not may_have_accelerator()):
         return None
-    import torch
 
     from moelight.runtime.machine import find_machine
 
@@ -201,7 +201,7 @@ def accelerator_name(device: str) -> str | None:
         raise ConfigError(f"--device {device}: a twin has no speed of its own; name cpu, cuda or xpu")
     if not machine.discrete:
         return None
-    return f"{torch.get_device_module(machine.device).get_device_properties(machine.device).name}"
+    return str(Device(machine.device).properties.name)
 
 
 def fingerprint(device: str) -> str:

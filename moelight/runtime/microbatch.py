@@ -16,6 +16,7 @@ from moelight.core.dtypes import DType
 from moelight.core.errors import ScheduleError
 from moelight.core.policy import Policy
 from moelight.hrm import costs
+from moelight.kernels.device import Device
 from moelight.models.decoder import Running
 from moelight.models.moe import Routed, SplitMoE
 from moelight.paging.kv import CachedRows
@@ -232,7 +233,7 @@ class MicroBatch:
 
     def land(self) -> None:
         """Copy index tensors to the device in one transfer without waiting; called on the compute lane."""
-        if (device := self.hidden.device).type == "cpu":
+        if (device := Device(self.hidden.device)).host:
             return
         names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
         owners: list[tuple[MicroBatch | Added, str]] = [(self, name) for name in names]
@@ -242,7 +243,7 @@ class MicroBatch:
         parts = [getattr(owner, name) for owner, name in owners]
         if self.context is not None:
             parts.append(self.context.batch.table.view(torch.int64))
-        moved = torch.cat(parts).pin_memory().to(device, non_blocking=True).split([part.numel() for part in parts])
+        moved = device.landed(torch.cat(parts)).split([part.numel() for part in parts])
         for (owner, name), part in zip(owners, moved, strict=False):
             setattr(owner, name, part)
         if self.context is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moelight.core.schedule import Task, TaskKind
 from moelight.core.units import align_up
 from moelight.kernels.activations import Activation
-from moelight.kernels.copies import pinned
+from moelight.kernels.device import Device, on_host
 from moelight.kernels.gpu.pages import ExpertTable
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Decoder
@@ -63,7 +63,7 @@ class LayerPages:
         if indices is not self._holds:
             rows = np.full(into.shape, -1, dtype=np.int32)
             rows[..., : indices.shape[-1]] = indices
-            into.copy_(pinned(rows, into.device), non_blocking=True)
+            into.copy_(Device(into.device).pinned(rows), non_blocking=True)
             self._holds = indices
 
 
@@ -209,7 +209,7 @@ class MoEOps:
             return
         if some is None or not some.start:
             everyone.sums.zero_()
-        on_cpu = everyone.sums.device.type == "cpu"
+        on_cpu = on_host(everyone.sums)
         max_rows = min(self._most_rows, CPU_ROWS) if on_cpu else self._most_rows
         if some is not None:
             experts = experts.only(some)

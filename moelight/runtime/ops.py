@@ -12,6 +12,7 @@ from torch import Tensor
 from moelight.core.schedule import AHEAD_KINDS, CHOSEN_KINDS, Task, TaskKind
 from moelight.hrm.footprint import sample_rows
 from moelight.kernels.copies import copy_pages
+from moelight.kernels.device import Device
 from moelight.kernels.layer import PagedCache
 from moelight.models.decoder import Decoder
 from moelight.paging.store import PageStore, StartPage
@@ -52,7 +53,7 @@ class Operations:
         self.predicts = decoder.predicts
         self.finite: Tensor | None = None  # `Decoder.finite` in host memory, as of the newest tokens
         if decoder.finite is not None:
-            self.finite = torch.zeros(decoder.finite.shape, pin_memory=pool.device.type != "cpu")
+            self.finite = Device(pool.device).host_memory(decoder.finite.shape, torch.float32).zero_()
         self._table: dict[TaskKind, Act] = {
             TaskKind.EMBED: self._embed,
             TaskKind.PRE_ATTENTION: self._pre_attention,

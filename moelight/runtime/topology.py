@@ -117,11 +117,11 @@ def read_plug(address: str, *, sys: Path = SYS) -> PciSlot:
 
 def pci_slot_of(device: torch.device, *, sys: Path = SYS) -> PciSlot | None:
     """The slot is None for the CPU, or where torch does not report it."""
-    if device.type == "cpu":
-        return None
-    import torch
+    from moelight.kernels.device import Device
 
-    properties = torch.get_device_module(device).get_device_properties(device)
+    if Device(device).host:
+        return None
+    properties = Device(device).properties
     try:
         address = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
     except AttributeError:

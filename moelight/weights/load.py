@@ -28,6 +28,7 @@ from moelight.core.units import MiB, align_up
 from moelight.formats.format import PAGE_ALIGNMENT, RepackTable
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts
 from moelight.kernels import native
+from moelight.kernels.device import Device, on_host
 from moelight.kernels.quantized import Stack, cpu_dequantize, row_blocks, stack_of
 from moelight.kernels.repack import in_group_order, repacked, turn
 from moelight.profiles.gguf_config import hf_rows
@@ -80,7 +81,7 @@ class TensorReader:
         stored = stored or self._stored
         if dest.numel() * stored.itemsize != info.nbytes or not dest.is_contiguous():
             raise ValueError(f"{info.name}: {info.nbytes} bytes of {stored} do not fill {tuple(dest.shape)}")
-        if dest.dtype == stored and dest.device.type == "cpu":
+        if dest.dtype == stored and on_host(dest):
             self.fill(info, 0, dest.reshape(-1).view(torch.uint8))
             return
         bounce = self._bounce(dest.device)
@@ -95,10 +96,10 @@ class TensorReader:
     def _bounce(self, device: torch.device) -> torch.Tensor:
         """The calling thread's bounce buffer for ``device``; page-locked if an accelerator reads it."""
         buffers: dict[bool, torch.Tensor] = self._local.__dict__.setdefault("buffers", {})
-        pinned = device.type != "cpu" and torch.accelerator.is_available()
-        if pinned not in buffers:
-            buffers[pinned] = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        return buffers[pinned]
+        kind = Device(device)
+        if kind.host not in buffers:
+            buffers[kind.host] = kind.host_memory((BOUNCE_BYTES,), torch.uint8)
+        return buffers[kind.host]
 
     def fill(self, info: TensorInfo, begin: int, dest: torch.Tensor) -> None:
         """Read ``info`` from byte ``begin`` on into ``dest`` (uint8, 1-D, CPU) until ``dest`` is full."""
@@ -258,7 +259,7 @@ def dequantised(matrix: StoredMatrix, out: torch.Tensor) -> torch.Tensor:
         return out.copy_(INVERSES[matrix.stored_as](cpu_dequantize(held, torch.float32)))
     if matrix.heads:
         return out.copy_(cpu_dequantize(held, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
-    if out.device.type == "cpu":
+    if on_host(out):
         return cpu_dequantize(held, out.dtype, out=out)
     for begin, values in row_blocks(held):
         out[begin : begin + len(values)].copy_(values)
@@ -280,7 +281,7 @@ def exceeds_float16(values: torch.Tensor) -> bool:
     """True if float16 does not hold bfloat16 ``values`` (contiguous, any device): the largest magnitude is above
     65,504, infinite or no number, or below 2^-14, where float16 has fewer bits than bfloat16."""
     bits = values.view(-1).view(torch.int16)
-    pieces = bits.split(_SCANNED if bits.device.type == "cpu" else BOUNCE_BYTES)
+    pieces = bits.split(_SCANNED if on_host(bits) else BOUNCE_BYTES)
     maxima = [piece.bitwise_and(_MAGNITUDE).amax() for piece in pieces if piece.numel()]
     largest = int(torch.stack(maxima).amax()) if maxima else 0
     return largest >= BEYOND or 0 < largest < LEAST
@@ -373,7 +374,7 @@ class PageReader(TensorReader):
         values = dest[: self.page_bytes - begin].view(self._dtype)
         first, size = begin // self._dtype.itemsize, self._stored.itemsize
         tables, nbytes = self._tables[self._experts.layout_ids[page]], self._experts.bytes_of(page)
-        if tables and (begin or len(values) < nbytes or dest.device.type != "cpu"):
+        if tables and (begin or len(values) < nbytes or not on_host(dest)):
             page_in_host = torch.empty(nbytes, dtype=torch.uint8)
             if (reading := self.start(page, page_in_host)) is not None:
                 reading.wait()
@@ -385,7 +386,7 @@ class PageReader(TensorReader):
             for piece, start in self._pieces(page, first, values.numel())
         ]
         examine = partial(self._examine, (page, begin, values.numel()), reads)
-        if self._submit is not None and dest.device.type == "cpu" and (native.available() or not tables):
+        if self._submit is not None and on_host(dest) and (native.available() or not tables):
             parts = [(part.piece.file, part.piece.offset, part.dest.view(torch.uint8), part.table) for part in reads]
             return _DirectPageRead(self._submit(parts), [part.piece for part in reads], examine)
         for part in reads:

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.core.schedule import Lane, Task, TaskKind
-from moelight.engine import sampling
 from moelight.engine.engine import Engine
 from moelight.engine.experts import ExpertOptions
 from moelight.experts import predict
@@ -31,8 +30,8 @@ from moelight.experts.trace import read_rows
 from moelight.hrm import schedule_time
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
 from moelight.kernels import arguments
-from moelight.kernels.copies import pinned
-from moelight.kernels.gpu import attention, routing, serving
+from moelight.kernels.device import Device
+from moelight.kernels.gpu import routing, serving
 from moelight.kernels.products import Workspace
 from moelight.models.moe import table_of
 from moelight.runtime import moe_ops
@@ -142,8 +141,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     monkeypatch.setattr(Operations, "bind", watched)
     monkeypatch.setattr(HostCopy, "wait", unwatched(HostCopy.wait, but=Lane.DEVICE))  # threads that fetch may wait
-    for module in (attention, moe_ops, sampling):
-        monkeypatch.setattr(module, "pinned", unwatched(pinned))
+    for method in ("landed", "pinned"):
+        monkeypatch.setattr(Device, method, unwatched(getattr(Device, method)))
     monkeypatch.setattr(moe_ops, "grouped_pages", lambda weights, _, by: table_of(weights, by))
     # Arguments in host memory are checked; on a device nothing reads them.
     monkeypatch.setattr(arguments, "check_offsets", lambda *_: None)

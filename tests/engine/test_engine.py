@@ -321,7 +321,7 @@ def test_homes_are_pinned_where_the_machine_locks_memory(model: Path, monkeypatc
         result, reason = resolve_host_pages(policy, profile, machine, FLOAT32)
         return result.host_pages, reason
 
-    monkeypatch.setattr(planning, "locks_in_place", lambda kind: kind == "cuda")
+    monkeypatch.setattr(planning, "locks_in_place", lambda device: device.type == "cuda")
     assert decided(policy) == ("pinned", "memory is locked in place, so expert pages are transferred directly")
     assert decided(policy, twin) == ("staged", "a twin locks no memory in place")
     assert decided(policy, replace(cuda, device=torch.device("xpu", 0)))[0] == "staged"

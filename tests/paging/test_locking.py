@@ -44,8 +44,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     played = Runtime()
     monkeypatch.setattr(arena, "_runtime", lambda: played)
 
-    def clear(device_type: str) -> None:
-        assert device_type == "cuda"
+    def clear(device: torch.device) -> None:
+        assert device == CUDA
         played.cleared += 1
 
     monkeypatch.setattr(arena, "_clear_error", clear)
@@ -115,7 +115,7 @@ def test_a_slot_larger_than_a_piece_is_a_piece(runtime: Runtime, monkeypatch: py
 
 def test_a_refusal_in_the_middle_unlocks_what_was_locked(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "LOCKED_AT_ONCE", 2 * MIB)
-    assert arena.locks_in_place("cuda")
+    assert arena.locks_in_place(CUDA)
     gc.collect()
     runtime.room = 5 * MIB
     announced = Footprint(arenas=(ArenaSize(purpose="host_experts", tier="host", bytes=9 * MIB),))
@@ -136,12 +136,12 @@ def test_where_nothing_can_be_locked_torch_pins(runtime: Runtime, monkeypatch: p
         return empty(size, dtype=dtype)
 
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: empty(1).fill_(0.0))
-    assert not arena.locks_in_place("cuda")
+    assert not arena.locks_in_place(CUDA)
     monkeypatch.setattr(torch, "empty", played)
     region = arena.page_locked(MIB, CUDA)
     assert region.numel() == MIB and region.data_ptr() % 4096 == 0
     assert pinned == [MIB + 4096]
-    assert not arena.locks_in_place("xpu")
+    assert not arena.locks_in_place(torch.device("xpu"))
 
 
 @pytest.mark.gpu
@@ -150,7 +150,7 @@ def test_a_real_device_knows_what_is_locked() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     region = arena.page_locked(64 * MIB, device)
-    assert region.is_pinned() or not arena.locks_in_place(device.type)
+    assert region.is_pinned() or not arena.locks_in_place(device)
     region.copy_(torch.arange(64 * MIB, dtype=torch.int32).to(torch.uint8))
     present = region.to(device, non_blocking=True)
     torch.accelerator.synchronize()

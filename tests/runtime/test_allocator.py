@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelight.runtime import machine
-from moelight.runtime.machine import (
-    DevicePeak,
-    Machine,
-    device_peak,
-    find_machine,
-    limit_device_memory,
-    watch_device_memory,
-)
+from moelight.kernels import device as device_module
+from moelight.kernels.device import Device, DevicePeak
+from moelight.runtime.machine import Machine, device_peak, find_machine
 
 CUDA = torch.device("cuda", 0)
 
@@ -56,28 +50,28 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 def test_a_limit_is_a_share_of_the_whole_device(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     changed: list[str] = []
-    monkeypatch.setattr(machine, "_change_settings", changed.append)
-    limit_device_memory(CUDA, 4 << 30)
+    monkeypatch.setattr(device_module, "_change_settings", changed.append)
+    Device(CUDA).limit_memory(4 << 30)
     assert played.share == 0.25
     assert changed == ["expandable_segments:True"]
-    limit_device_memory(CUDA, 1 << 50)
+    Device(CUDA).limit_memory(1 << 50)
     assert played.share == 1.0
-    limit_device_memory(torch.device("xpu", 0), 8 << 30)
+    Device(torch.device("xpu", 0)).limit_memory(8 << 30)
     assert played.share == 0.5
     assert len(changed) == 2, "segments that grow are CUDA's"
-    limit_device_memory(CUDA, None)
+    Device(CUDA).limit_memory(None)
     assert played.share == 1.0
 
 
 def test_peaks_are_the_devices_own(played: Played) -> None:
-    watch_device_memory(CUDA)
+    Device(CUDA).watch_memory()
     assert played.watched == 2
     assert device_peak(Machine(device=CUDA, discrete=True)) == DevicePeak(allocated=3, reserved=5)
 
 
 def test_a_twin_has_no_memory_of_its_own(played: Played) -> None:
-    limit_device_memory(torch.device("cpu"), 1)
-    watch_device_memory(torch.device("cpu"))
+    Device(torch.device("cpu")).limit_memory(1)
+    Device(torch.device("cpu")).watch_memory()
     assert device_peak(find_machine("twin")) == DevicePeak()
     assert (played.share, played.watched) == (1.0, 0)
 
@@ -88,8 +82,8 @@ def test_a_real_device_takes_no_more_than_its_limit() -> None:
     assert device is not None
     device = torch.device(device.type, 0)
     held = int(torch.get_device_module(device).memory_reserved(device))
-    watch_device_memory(device)
-    limit_device_memory(device, held + (256 << 20))
+    Device(device).watch_memory()
+    Device(device).limit_memory(held + (256 << 20))
     try:
         retained = torch.empty(100 << 20, dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):
@@ -97,4 +91,4 @@ def test_a_real_device_takes_no_more_than_its_limit() -> None:
         peak = device_peak(Machine(device=device, discrete=True))
         assert retained.numel() <= peak.allocated <= peak.reserved <= held + (256 << 20)
     finally:
-        limit_device_memory(device, None)
+        Device(device).limit_memory(None)

@@ -7,20 +7,19 @@ import pytest
 import torch
 
 from moelight.kernels.activations import SILU
-from moelight.kernels.copies import pinned
+from moelight.kernels.device import Device
 from moelight.kernels.gpu.pages import ExpertTable
-from moelight.runtime import moe_ops
 from moelight.runtime.moe_ops import LayerPages
 
 
 def test_an_index_is_copied_once_for_a_pass_or_for_a_layer_of_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
 
-    def counted(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    def counted(device: Device, values: np.ndarray) -> torch.Tensor:
         copies.append(values.size)
-        return pinned(values, device)
+        return torch.from_numpy(values)
 
-    monkeypatch.setattr(moe_ops, "pinned", counted)
+    monkeypatch.setattr(Device, "pinned", counted)
     table = ExpertTable.of([torch.zeros(8, 4)] * 7, [torch.zeros(4, 4)] * 7)
     pages, full = LayerPages([table] * 3, [SILU] * 3, experts=5), np.arange(15, dtype=np.int32).reshape(3, 5) % 7
     result = [pages.of_pass(layer, (0, 0), lambda: full) for layer in range(3)]

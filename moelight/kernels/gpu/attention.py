@@ -25,9 +25,9 @@ from moelight.core.policy import KV_BLOCK_SIZES
 from moelight.hrm.footprint import CHUNK_ROWS, GATHER_BYTES, QUANTISING_BYTES
 from moelight.kernels import arguments, reference
 from moelight.kernels.arguments import FLOATS, check_tensor
-from moelight.kernels.copies import pinned
+from moelight.kernels.device import Device, compute_capability, on_host
 from moelight.kernels.gpu import serving, tiles
-from moelight.kernels.gpu.serving import on_device, triton_dtype
+from moelight.kernels.gpu.serving import triton_dtype
 
 MOST_HEAD_DIM = 256
 _BUFFER = -(1 << 30)  # `attention_triton.IN_BUFFER`
@@ -131,7 +131,7 @@ class RaggedBatch:
         ``table``; and where each sequence's tokens begin. Uploaded at the first use."""
         slots, cuts = self._slots, [start - lowest for _, _, start, lowest in self.spans]
         device, both = self.table.device, (slots >= 0, np.where(slots < 0, slots - _BUFFER, slots))
-        near, index = (pinned(array, device).to(device, non_blocking=True) for array in both)
+        near, index = (Device(device).landed(array) for array in both)
         return index, near, np.cumsum([0, *cuts]).tolist()
 
     def _check(self, count: np.ndarray, start: np.ndarray, lowest: np.ndarray) -> None:
@@ -156,8 +156,8 @@ def prompt_form(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: 
     """The form of prompts, for `RaggedBatch`; it depends on nothing of a batch, so neither does a row's result."""
     group = heads // kv_heads
     tile = _tile(device, dtype, group, head_dim, decodes=False)
-    max_tokens, slow = _FOREVER, dtype != torch.float32 and device.type == "cuda"
-    if slow and serving.capability(device.index) < tiles.UNITS_SINCE:
+    max_tokens, slow = _FOREVER, dtype != torch.float32 and Device(device).cuda
+    if slow and compute_capability(device.index) < tiles.UNITS_SINCE:
         max_tokens = serving.MOST_TOKENS_WITHOUT_UNITS
     return PromptForm(tile_tokens=max(1, tile.rows // group), most_tokens=max_tokens)
 
@@ -204,7 +204,7 @@ def attend(
         return attend_in_torch(q, k, v, batch, scale, **rest, out=out)
     from moelight.kernels.gpu import attention_triton
 
-    with on_device(q.device):
+    with Device(q.device).context():
         for decodes, programs in ((True, batch.decoding), (False, batch.tile_count)):
             if programs:
                 tile = _tile(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], decodes=decodes)
@@ -389,7 +389,7 @@ def append(
     from moelight.kernels.gpu import attention_triton
 
     if count:
-        with on_device(k.device):
+        with Device(k.device).context():
             attention_triton.append[(count,)](
                 k,
                 v,
@@ -417,10 +417,10 @@ def through_int8(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     from moelight.kernels.gpu import attention_triton
 
     out = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (k, v))
-    with on_device(k.device):
+    with Device(k.device).context():
         attention_triton.through_int8[(tokens,)](
             *(k, v, *out, k.stride(0), v.stride(0), kv_heads),
-            BY_HAND=k.device.type == "cpu" and k.dtype == torch.bfloat16,
+            BY_HAND=on_host(k) and k.dtype == torch.bfloat16,
             D=head_dim,
             BD=_padded(head_dim),
             BH=_padded(kv_heads),
@@ -455,13 +455,13 @@ def fetch(source: Tensor, into: Tensor, pieces: Tensor) -> None:
     check_tensor("source", source, into.dtype, (None, *into.shape[1:]), gap=False)
     check_tensor("into", into, source.dtype, into.shape, device=None, gap=False)
     check_tensor("pieces", pieces, torch.int32, (None, 3), device=into.device, gap=False)
-    if pieces.device.type == "cpu":
+    if on_host(pieces):
         arguments.check_indices("pieces", pieces, max(len(source), len(into)) + 1)
     from moelight.kernels.gpu import attention_triton
 
     words = (tensor.view(len(tensor), -1).view(torch.int32) for tensor in (source, into))
     width, count = into[0].numel() * into.element_size() // 4, len(pieces)
-    with on_device(into.device):
+    with Device(into.device).context():
         grid = (min(count, _FETCH_PROGRAMS),)
         attention_triton.fetch[grid](*words, pieces, count, width, BW=_FETCH_NUMBERS)
 
@@ -488,7 +488,7 @@ def attention_arguments(
     (_, heads, head_dim), kv_heads, padded = q.shape, k.shape[1], _padded(q.shape[2])
     pools = [tensor for tensor in (cache, buffer) if tensor is not None] or [q]
     scales = [tensor for tensor in (cache_scale, buffer_scale) if tensor is not None] or [q]
-    by_hand = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    by_hand = on_host(q) and q.dtype == torch.bfloat16
     arguments = (
         *(q, k, v, out, pools[0], pools[-1], scales[0], scales[-1]),
         *(batch.sequences, batch.tiles, batch.entries, out if sinks is None else sinks),
@@ -518,8 +518,8 @@ def attention_arguments(
 
 def _tile(device: torch.device, dtype: torch.dtype, group: int, head_dim: int, *, decodes: bool) -> tiles.AttentionTile:
     card, itemsize = tiles.UNITS_SINCE, 2  # of the interpreter, for which few large tiles are best
-    if device.type == "cuda":
-        card, itemsize = serving.capability(device.index), dtype.itemsize
+    if Device(device).cuda:
+        card, itemsize = compute_capability(device.index), dtype.itemsize
     return tiles.choose_attention(card, itemsize=itemsize, head_dim=_padded(head_dim), group=group, decodes=decodes)
 
 
@@ -561,7 +561,7 @@ def _check(
             shape = check_tensor(name, pool, stored, (None, 2, kv_heads, head_dim), device=q.device, gap=False)
             if scale is not None:
                 check_tensor(f"{name}_scale", scale, torch.float32, shape[:3], device=q.device, gap=False)
-            if q.device.type == "cpu" and batch.extents[tier] > len(pool):
+            if on_host(q) and batch.extents[tier] > len(pool):
                 raise ValueError(f"{name}: has {len(pool)} slots, the batch names slot {batch.extents[tier] - 1}")
 
 

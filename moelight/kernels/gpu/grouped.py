@@ -19,10 +19,10 @@ from moelight.formats.format import Format
 from moelight.kernels import arguments
 from moelight.kernels.activations import SHRINK, Activation, activation_of
 from moelight.kernels.arguments import FLOATS, check_tensor
+from moelight.kernels.device import Device, compute_capability, on_host
 from moelight.kernels.gpu import grouped_cuda, serving, tiles
 from moelight.kernels.gpu.integers import RoundedRows, round_rows
 from moelight.kernels.gpu.pages import ExpertTable
-from moelight.kernels.gpu.serving import on_device
 from moelight.kernels.quantized import dense_values, integer_product
 from moelight.kernels.reference import gate_and_up
 
@@ -81,7 +81,7 @@ def expert_ffn(
     kernel, _ = serving.expert_kernel(x.device, torch.float32 if wide else x.dtype, mean_rows, plain=plain)
     if kernel == "torch":
         return expert_ffn_in_torch(x, pages, offsets, activation=by, tokens=tokens, out=out, wide=wide)
-    with on_device(x.device):
+    with Device(x.device).context():
         active = torch.empty((rows, pages.width), dtype=x.dtype, device=x.device) if scratch is None else scratch
         if kernel == "cuda":
             _launch_cuda(x, pages, offsets, by, tokens, active, out)
@@ -164,7 +164,7 @@ def _check(x: Tensor, pages: ExpertTable, offsets: Tensor, tokens: Tensor | None
             raise ValueError("x: has no rows for tokens to name")
         rows = len(tokens)
     check_tensor("offsets", offsets, torch.int32, (pages.experts + 1,), device=device)
-    if offsets.device.type == "cpu":
+    if on_host(offsets):
         arguments.check_offsets("offsets", offsets, rows)
     return rows
 
@@ -213,7 +213,7 @@ def tile_of(
     pages: ExpertTable, part: str, x: Tensor, activation: Activation, mean_rows: float, *, wide: bool = False
 ) -> tiles.Tile:
     """The tile of the product of ``x`` with the matrices ``part``, of ``mean_rows`` rows an expert."""
-    card = tiles.UNITS_SINCE if x.device.type == "cpu" else serving.capability(x.device.index)
+    card = tiles.UNITS_SINCE if on_host(x) else compute_capability(x.device.index)
     matrices = 2 if part == "gate_up" and activation.gated else 1
     stored = pages.forms[part].stored
     if pages.rounds(part):

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moelight.kernels.activations import Activation
+from moelight.kernels.device import on_host
 from moelight.kernels.gpu import grouped_triton, integers_triton, tiles
 from moelight.kernels.gpu.integers import RoundedRows
 from moelight.kernels.gpu.pages import MATRICES, TENSORS, ExpertTable, MatrixForm
@@ -174,7 +175,7 @@ def arguments_of(
         *(pages.table.stride(0), values.shape[0], values.stride(0), depth, columns),
         *(form.rows, row_step, up_row, form.stored.groups(depth), slots.shape[0], activation.limit),
     )
-    by_hand = out.device.type == "cpu" and out.dtype == torch.bfloat16
+    by_hand = on_host(out) and out.dtype == torch.bfloat16
     return arguments, {
         "GATE": MATRICES.index(part) * len(TENSORS),
         "UP": MATRICES.index("up" if active else part) * len(TENSORS),

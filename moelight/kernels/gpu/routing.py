@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moelight.kernels.arguments import FLOATS, check_indices, check_integer, check_tensor
+from moelight.kernels.device import Device, on_host
 from moelight.kernels.gpu import serving
-from moelight.kernels.gpu.serving import on_device
 from moelight.kernels.reference import route_topk
 
 _ROUTE_NUMBERS = 2048
@@ -47,7 +47,7 @@ def route(
 
     padded = 1 << (experts - 1).bit_length()
     height = max(1, min(64, _ROUTE_NUMBERS // padded))
-    with on_device(logits.device):
+    with Device(logits.device).context():
         rows_triton.route[(-(-tokens // height),)](
             logits,
             weights,
@@ -80,7 +80,7 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         tokens, places = torch.empty((2, rows), dtype=torch.int64, device=ids.device)
         offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
         step = _SORT_ROWS[rows > _MANY_ROWS]
-        with on_device(ids.device):
+        with Device(ids.device).context():
             options = {"num_warps": max(1, step // 256), "enable_fp_fusion": False}  # integers alone
             rows_triton.sort_rows[(experts + 1,)](
                 ids.contiguous(), tokens, places, offsets, rows, TOP_K=max(1, top_k), BR=step, **options
@@ -141,7 +141,7 @@ def combine(
     step = min(_COMBINE_COLUMNS, 1 << (width - 1).bit_length())
     arguments = results, weights, places, out if begun is None else begun, out, rows, first, width
     flags = {"BEGUN": begun is not None, "ADD": bool(add), "BY_HAND": by_hand(out)}
-    with on_device(results.device):
+    with Device(results.device).context():
         rows_triton.combine[(tokens, -(-width // step))](*arguments, TOP_K=top_k, BW=step, **flags)
     return out
 
@@ -158,4 +158,4 @@ def _sums_in_torch(results: Tensor, weights: Tensor, places: Tensor, begun: Tens
 
 def by_hand(tensor: Tensor) -> bool:
     """True if an interpreted kernel rounds to the dtype of ``tensor`` itself (BY_HAND)."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+    return on_host(tensor) and tensor.dtype == torch.bfloat16

@@ -1,6 +1,6 @@
 """Selection of the implementation of a GPU operation, Triton, CUDA C++ or torch, with the reason.
 
-Imports torch and Triton only on demand.
+Imports Triton only on demand.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ import ctypes
 import importlib
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from moelight.kernels.device import BFLOAT16_SINCE, Device, compute_capability
 from moelight.kernels.gpu.tiles import UNITS_SINCE
 from moelight.kernels.native import INT8_ACTIVATIONS, Serving
 
-if TYPE_CHECKING:
-    import torch
-
 OLDEST = (7, 5)
-BFLOAT16_SINCE = (8, 0)
 INTEGERS_BEFORE = (10, 0)  # where tiles that were made for earlier cards spill up to a kilobyte
 # On a T4 (320 GB/s, 8 Tflop/s without tensor cores) the bytes of 16-bit weights bind up to 25 rows per expert.
 MOST_ROWS_WITHOUT_UNITS = 24
@@ -65,22 +63,13 @@ def interpreting() -> bool:
     return type(standard.cdiv).__name__ == "InterpretedFunction"
 
 
-@cache
-def capability(index: int | None) -> tuple[int, int]:
-    """Compute capability of a CUDA card; None for the current card."""
-    import torch
-
-    major, minor = torch.cuda.get_device_capability(index)
-    return major, minor
-
-
 _refused: dict[torch.device, str] = {}
 
 
 def refuse(device: torch.device, error: Exception) -> bool:
     """Let torch serve on ``device`` from now on, because a kernel of Triton failed there with ``error``; False if
     Triton did not serve."""
-    if (device.type == "cpu" and not interpreting()) or not triton_available() or device in _refused:
+    if (Device(device).host and not interpreting()) or not triton_available() or device in _refused:
         return False
     _refused[device] = "a triton kernel failed: " + (str(error).strip() or repr(error)).splitlines()[0]
     return True
@@ -89,13 +78,11 @@ def refuse(device: torch.device, error: Exception) -> bool:
 @cache
 def failure(index: int | None) -> str | None:
     """Why Triton, or the C compiler that it needs, fails on a card, found by running a kernel; None if it runs."""
-    import torch
-
     from moelight.kernels.gpu import rows_triton
 
     device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     try:
-        with torch.cuda.device(device):
+        with Device(device).context():
             ones = torch.ones(1, 1, device=device)
             out = torch.zeros(1, 16, device=device)
             places = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -109,7 +96,7 @@ def failure(index: int | None) -> str | None:
 
 def serves(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     """True if Triton computes with tensors of ``dtype`` on ``device``, and the reason in one clause."""
-    on_cpu = device.type == "cpu"
+    on_cpu = Device(device).host
     if on_cpu and not interpreting():
         return False, "the tensors are in CPU memory"
     if not triton_available():
@@ -120,11 +107,11 @@ def serves(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
         return True, f"{triton_reason()}, interpreted"
     if interpreting():
         return False, "triton was told to interpret its kernels (TRITON_INTERPRET=1)"
-    if device.type != "cuda":
+    if not Device(device).cuda:
         return False, f"no kernel was written for devices of type {device.type}"
     if reason := failure(device.index):
         return False, reason
-    return card_serves(capability(device.index), str(dtype).removeprefix("torch."))
+    return card_serves(compute_capability(device.index), str(dtype).removeprefix("torch."))
 
 
 def card_serves(card: tuple[int, int], dtype: str) -> tuple[bool, str]:
@@ -140,12 +127,10 @@ def card_serves(card: tuple[int, int], dtype: str) -> tuple[bool, str]:
 def serves_integers(device: torch.device) -> tuple[bool, str]:
     """True if kernels on ``device`` multiply rows rounded to int8 by the integers of experts, and the reason in one
     clause."""
-    import torch
-
     served, reason = serves(device, torch.float16)
-    if not served or device.type == "cpu":
+    if not served or Device(device).host:
         return served, reason
-    return card_serves_integers(capability(device.index))
+    return card_serves_integers(compute_capability(device.index))
 
 
 def card_serves_integers(card: tuple[int, int]) -> tuple[bool, str]:
@@ -166,8 +151,8 @@ def expert_kernel(device: torch.device, dtype: torch.dtype, mean_rows: float, *,
     `activations.NAMED`.
     """
     fault = None
-    if device.type == "cuda" and serves(device, dtype)[0]:
-        card = capability(device.index)
+    if Device(device).cuda and serves(device, dtype)[0]:
+        card = compute_capability(device.index)
         if wants_cuda(card, str(dtype).removeprefix("torch."), mean_rows):
             from moelight.kernels.gpu import grouped_cuda
 
@@ -195,15 +180,13 @@ def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
     must not be tried: a wrong access ends the process's use of the device.
     """
     served, reason = serves(device, host.dtype)
-    if not served or device.type == "cpu":
+    if not served or Device(device).host:
         return served, reason
-    import torch
-
-    if torch.version.hip is not None:
+    if not Device(device).nvidia:
         return False, "addresses of host memory are looked up with CUDA's driver only"
     pointer = ctypes.c_uint64()
     try:
-        with torch.cuda.device(device):
+        with Device(device).context():
             lookup = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
             code = lookup(ctypes.byref(pointer), _DEVICE_POINTER, ctypes.c_uint64(host.data_ptr()))
     except (OSError, AttributeError) as error:
@@ -215,14 +198,12 @@ def reads_host(host: torch.Tensor, device: torch.device) -> tuple[bool, str]:
 
 def serving_on(device: torch.device) -> list[Serving]:
     """The operations of a GPU with their implementations in this process."""
-    import torch
-
-    half = torch.float16 if card_lacks_bfloat16(device) else torch.bfloat16
+    half = torch.bfloat16 if Device(device).bfloat16 else torch.float16
     kernels = {name: ("triton", "torch", serves(device, half)) for name in ("attention", "routing")}
-    if device.type == "cuda" and kernels["attention"][2][0] and capability(device.index) < UNITS_SINCE:
+    if Device(device).cuda and kernels["attention"][2][0] and compute_capability(device.index) < UNITS_SINCE:
         reason = f"torch for prompts from {MOST_TOKENS_WITHOUT_UNITS + 1} tokens on, for the tensor cores"
         kernels["attention"] = "triton", "torch", (True, f"{kernels['attention'][2][1]}; {reason}")
-    host = torch.empty(1, dtype=half, pin_memory=device.type != "cpu" and torch.accelerator.is_available())
+    host = Device(device).host_memory((1,), half)
     kernels["contexts from host memory"] = "one kernel", "copies by run of blocks", reads_host(host, device)
     rows = [
         Serving(operation=f"{name} on {device}", implementation=best if served else other, reason=reason)
@@ -235,20 +216,6 @@ def serving_on(device: torch.device) -> list[Serving]:
         name, reason = expert_kernel(device, half, count)
         rows.append(Serving(operation=f"experts of {many} rows on {device}", implementation=name, reason=reason))
     return rows
-
-
-def card_lacks_bfloat16(device: torch.device) -> bool:
-    """True for a CUDA card before `BFLOAT16_SINCE`."""
-    import torch
-
-    return device.type == "cuda" and torch.version.hip is None and capability(device.index) < BFLOAT16_SINCE
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Context within which launches go to ``device``."""
-    import torch
-
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

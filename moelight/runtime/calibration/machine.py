@@ -19,6 +19,7 @@ from moelight.core.dtypes import BFLOAT16
 from moelight.core.errors import ConfigError, UserError
 from moelight.core.units import KiB, MiB, format_bytes
 from moelight.kernels import variants
+from moelight.kernels.device import Device
 from moelight.profiles.efficiency import Surface
 from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Processor, Tier
 from moelight.profiles.hardware_text import write_hardware_profile
@@ -56,8 +57,8 @@ _LANE, _CACHED, _DIRECT = "tiers.disk.bandwidth", "measured.disk_cached", "measu
 def measure_links(device: torch.device, size: int, attend: Work) -> dict[str, Measure]:
     """Measurements by dotted key: transfers of ``size`` bytes in bytes/s, and small transfers per second. ``attend``
     keeps the CPU busy during ``host_to_device_under_attention``."""
-    finish, crosses = finisher(device), device.type != "cpu"
-    pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=crosses)
+    finish = finisher(device)
+    pinned = Device(device).host_memory((size,), torch.uint8).zero_()
     plain = torch.zeros(size, dtype=torch.uint8)
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -228,7 +229,7 @@ def _judge_disk(findings: _Findings, readings: dict[str, Measurement], *, past_c
 
 def _measure_device(findings: _Findings, machine: Machine, host: Pool, effort: Effort) -> None:
     device = machine.device
-    free, findings.capacities["device"] = map(int, torch.get_device_module(device).mem_get_info(device))
+    free, findings.capacities["device"] = Device(device).memory()
     dtype = to_torch(machine.native_dtype(BFLOAT16))
     pool = Pool(min(effort.pool_bytes, free // SHARE_OF_FREE), device=device, dtype=dtype)
     attend, _ = surfaces.decode_work(host, _BUSY_CONTEXT if host.holds((_BUSY_CONTEXT, surfaces.KV_NUMBERS)) else 64)

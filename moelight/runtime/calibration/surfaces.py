@@ -24,6 +24,7 @@ from moelight.core.units import MiB, align_up
 from moelight.hrm.cost_model import TOUCHED_AFTER, TOUCHED_BEFORE
 from moelight.hrm.costs import expert_workspace
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
+from moelight.kernels.device import Device
 from moelight.kernels.gpu.attention import Ints, RaggedBatch, prompt_form
 from moelight.kernels.norm import rms_norm
 from moelight.kernels.products import Workspace, linear
@@ -316,7 +317,7 @@ def _nbytes(pool: Pool, *shapes: Shape) -> int:
 
 
 def _workspace(model: ModelProfile, tokens: int, pool: Pool) -> Workspace:
-    sizes = expert_workspace(model, tokens, BFLOAT16, grouped=pool.device.type != "cpu")
+    sizes = expert_workspace(model, tokens, BFLOAT16, grouped=not Device(pool.device).host)
     arena = torch.zeros(sizes.bytes, dtype=torch.uint8, device=pool.device)
     return Workspace(arena, sizes, model.hidden_size, pool.dtype)
 

@@ -17,6 +17,8 @@ import numpy as np
 import psutil
 import torch
 
+from moelight.kernels.device import Device
+
 PROC = Path("/proc")
 # Columns of a processor in /proc/stat: user, nice, system, irq, softirq, steal; not idle and iowait.
 _BUSY = (0, 1, 2, 5, 6, 7)
@@ -143,10 +145,7 @@ def beside(work: Callable[[threading.Event], None], name: str) -> Iterator[None]
 
 def finisher(device: torch.device) -> Work:
     """Function that waits until ``device`` has completed all submitted work."""
-    if device.type == "cpu":
-        return lambda: None
-    backend = torch.get_device_module(device)
-    return lambda: backend.synchronize(device)
+    return Device(device).synchronize
 
 
 def _timed(work: Work, finish: Work, calls: int) -> float:
