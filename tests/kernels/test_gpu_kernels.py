@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moelight import kernels
+from moelight.kernels import device as device_module
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.gpu import routing, serving, tiles
 from moelight.kernels.gpu.grouped import expert_ffn, expert_ffn_in_torch
@@ -347,8 +348,10 @@ def test_which_card_is_served():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel may run here")
 def test_triton_serves_a_card_where_the_cuda_kernel_fails(monkeypatch):
     """Many rows without Triton's tensor units; the fault is real: this torch, or this machine, has no CUDA."""
-    for name, value in (("interpreting", False), ("triton_available", True), ("failure", None), ("capability", (7, 5))):
+    for name, value in (("interpreting", False), ("triton_available", True), ("failure", None)):
         monkeypatch.setattr(serving, name, lambda *_, value=value: value)
+    for module in (serving, device_module):
+        monkeypatch.setattr(module, "compute_capability", lambda _: (7, 5))
     monkeypatch.setattr(serving, "reads_host", lambda *_: (False, "there is no card"))
     few, many = (
         item for item in serving.serving_on(torch.device("cuda", 0)) if item.operation.startswith("experts of")
