@@ -27,7 +27,7 @@ from moelight.kernels import arguments, native, quantized
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, lend_given, stored
 from moelight.kernels.caching_allocator import RESULTS
-from moelight.kernels.quantized import Weight, Weights, as_matrix, check_integers, lend_weight, parts_checked
+from moelight.kernels.matrices import Weight, Weights, as_matrix, check_integers, lend_weight, parts_checked
 
 Tensors = Sequence[Tensor | None]
 _BIASES = ("gate_up_bias", "up_bias", "down_bias")

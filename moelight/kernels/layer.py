@@ -21,7 +21,7 @@ from moelight.kernels.activations import Activation
 from moelight.kernels.arguments import as_dlpack, lend, lend_given
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.ffn import Tensors, export
-from moelight.kernels.quantized import Weights
+from moelight.kernels.matrices import Weights
 
 # More tokens are computed kernel by kernel: what lies between two of them would be memory that no plan announces.
 MOST_TOKENS = WHOLE_LAYERS_TOKENS

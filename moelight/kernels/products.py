@@ -25,7 +25,7 @@ from moelight.kernels.activations import SHRINK
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.device import on_host
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
-from moelight.kernels.quantized import INT8, Stack, floats_of, no_integers
+from moelight.kernels.matrices import INT8, Stack, floats_of, no_integers
 
 _STEPS = ((4, 1), (64, 4), (256, 8), (1024, 16))
 _COARSEST = 32

@@ -1,5 +1,5 @@
-"""Matrices in memory, of any format: their values, and their products by torch, the reference for kernels. Floats are
-the format `plain`; as a weight a tensor stands for such a matrix.
+"""Values of matrices in memory, of any format (`kernels.matrices`), and their products by torch, the reference for
+kernels.
 
 Shapes: T tokens, R rows (outputs), C columns (inputs), G groups of columns. Values are float32, or a narrower dtype
 rounded once from it, which equals what the reference libraries compute in that dtype; memory beyond the result is a few
@@ -16,45 +16,34 @@ the row's `least`; times the scale of the token. Nothing else has any influence 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moelight.core.errors import ConfigError
 from moelight.formats.matrix import Matrix
-from moelight.formats.plain import PLAIN_FORMATS
 from moelight.hrm.footprint import DEQUANTISED_ROWS
 from moelight.kernels import arguments, native
 from moelight.kernels.activations import SILU, Activation
-from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend
-from moelight.kernels.formats.reference import WholeNumbers, group_of
+from moelight.kernels.arguments import FLOATS, check_tensor, lend
+from moelight.kernels.formats.reference import WholeNumbers
 from moelight.kernels.formats.table import reference_of
+from moelight.kernels.matrices import (
+    INT8,
+    VALUES,
+    Stack,
+    Weight,
+    Weights,
+    as_matrix,
+    floats_of,
+    lend_weight,
+    parts_checked,
+)
 from moelight.kernels.reference import gate_and_up
 
-Weight: TypeAlias = Tensor | Matrix[Tensor]
-Weights: TypeAlias = Sequence[Weight | None]
-Stack: TypeAlias = tuple[Matrix[Tensor], ...]  # below one another: all quantised, or one of floats
-_PLAIN = {to: PLAIN_FORMATS[name] for to, name in zip(FLOATS, ("F32", "BF16", "F16"), strict=True)}
-_VALUES = ".weight"  # of `PlainFormat`
-INT8 = "int8"
-ACTIVATIONS = ("auto", INT8)
 _LEAST_MAGNITUDE = 1e-30  # below it, a group of a token is zero
-
-
-def stack_of(tensor: Tensor) -> Stack:
-    """``tensor`` [R, C] of floats, on any device, as a stack of one matrix."""
-    rows, columns = tensor.shape
-    return (Matrix(stored=_PLAIN[tensor.dtype], rows=rows, columns=columns, tensors={_VALUES: tensor}),)
-
-
-def floats_of(stack: Stack) -> Tensor | None:
-    """The tensor of `stack_of`; None for quantised matrices."""
-    return None if stack[0].stored.is_quantised else dense_values(stack[0], torch.float32)
 
 
 def stacked_rows(stack: Stack, indices: Tensor, out: Tensor) -> Tensor:
@@ -70,27 +59,12 @@ def stacked_rows(stack: Stack, indices: Tensor, out: Tensor) -> Tensor:
     return cpu_dequantize(some, out.dtype, out=out)
 
 
-def as_matrix(name: str, weight: object) -> Matrix[Tensor]:
-    """``weight``, or of a tensor [R, C] of floats the matrix; raises ValueError that names ``name``."""
-    if isinstance(weight, Matrix):
-        return weight
-    tensor = arguments.check_dense(name, weight)
-    check_tensor(name, upright(tensor), FLOATS, (None, None))
-    return stack_of(tensor)[0]
-
-
-def upright(tensor: Tensor) -> Tensor:
-    """``tensor``, or its transpose if that has the contiguous rows."""
-    transposed = tensor.ndim == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1 and tensor.stride(0) == 1
-    return tensor.t() if transposed else tensor
-
-
 def dense_values(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The values [R, C] of ``weight``: as ``dtype``, those of floats as they are."""
     if isinstance(weight, Tensor):
         return weight
     if not weight.stored.is_quantised:
-        return weight.tensors[_VALUES]
+        return weight.tensors[VALUES]
     out = torch.empty(weight.shape, dtype=dtype, device=next(iter(weight.tensors.values())).device)
     for begin, block in row_blocks(weight):
         out[begin : begin + len(block)].copy_(block)
@@ -118,52 +92,6 @@ def cpu_dequantize(
     return out
 
 
-def lend_weight(name: str, weight: Weight) -> object:
-    """The extension's arguments for ``weight``: of floats a DLPack capsule; else format and sizes, and capsules of
-    codes, scales, zero points and order."""
-    if not isinstance(weight, Matrix):
-        return as_dlpack(name, weight)
-    form, parts = weight.stored, weight.tensors
-    if not form.is_quantised:
-        return as_dlpack(name, parts[_VALUES])
-    lent: list[object] = [None] * 4
-    needed = (True, True, form.has_offsets, form.order)
-    for index, suffix in enumerate(form.names):
-        if not needed[index]:
-            continue
-        if suffix not in parts:
-            raise ValueError(f"{name}: its part {suffix} is missing")
-        lent[index] = as_dlpack(name, parts[suffix])
-    return (
-        form.native_name,
-        form.bits,
-        weight.rows,
-        weight.columns,
-        form.group,
-        form.group_rows,
-        form.zero_bias,
-        *lent,
-    )
-
-
-def parts_checked(name: str, matrix: Matrix[Tensor], device: torch.device | None = arguments.CPU) -> Matrix[Tensor]:
-    """``matrix``, all of whose parts are there, dense, on ``device`` (None: any but meta) and of the right size; raises
-    ValueError that names ``name``."""
-    try:
-        parts = matrix.stored.tensors(matrix.rows, matrix.columns)
-    except ConfigError as error:
-        raise ValueError(f"{name}: {error}") from None
-    for part in parts:
-        if part.suffix not in matrix.stored.names:
-            continue
-        tensor = arguments.check_dense(name, matrix.tensors.get(part.suffix), device)
-        dense = tensor.is_contiguous() or not matrix.stored.is_quantised
-        if not dense or tensor.numel() != math.prod(part.shape):
-            shape = f"contiguous {list(part.shape)}, is {list(tensor.shape)}"
-            raise ValueError(f"{name}: its part {part.suffix} must be {shape}")
-    return matrix
-
-
 def row_blocks(
     matrix: Matrix[Tensor], *, max_rows: int = DEQUANTISED_ROWS, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[int, Tensor]]:
@@ -172,29 +100,6 @@ def row_blocks(
     for begin in range(0, matrix.rows, max_rows):
         end = min(matrix.rows, begin + max_rows)
         yield begin, reference.values(stored, matrix.tensors, begin, end, matrix.columns).to(dtype)
-
-
-def check_integers(name: str, activations: str, *weights: object) -> None:
-    """Raise ValueError unless ``weights``, of which some may be None, can be multiplied so."""
-    for weight in weights if is_rounded(activations) else ():
-        if weight is not None and (reason := no_integers(as_matrix(name, weight))) is not None:
-            raise ValueError(f"{name}: {reason}")
-
-
-def is_rounded(activations: str) -> bool:
-    """True if ``activations``, of `ACTIVATIONS` (else ValueError), are rounded to int8."""
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations: must be auto or int8, is {activations!r}")
-    return activations == INT8
-
-
-def no_integers(weight: Matrix[Tensor]) -> str | None:
-    """The reason why ``weight`` is no matrix of whole numbers times scales, or None."""
-    reason = weight.stored.int8_reason
-    order = weight.tensors[weight.stored.names[3]] if reason is None and weight.stored.order else None
-    if order is not None and not torch.equal(order.long(), group_of(weight.stored, weight.columns, order.device)):
-        reason = "int8 activations need columns in the order of their groups"
-    return reason
 
 
 def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:

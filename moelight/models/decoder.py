@@ -22,6 +22,7 @@ from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.device import on_host
 from moelight.kernels.gpu import serving
 from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer, PagedCache, decode_layers
+from moelight.kernels.matrices import Stack, floats_of
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import (
     Workspace,
@@ -32,7 +33,7 @@ from moelight.kernels.products import (
     parts,
     rows_computed,
 )
-from moelight.kernels.quantized import Stack, floats_of, stacked_rows
+from moelight.kernels.quantized import stacked_rows
 from moelight.models.expert import GATED_SILU, LayerExperts
 from moelight.models.moe import Experts, Routed, moe_forward, route_tokens
 from moelight.models.pages import PagedExperts

@@ -16,8 +16,9 @@ from torch.nn import functional
 from moelight.formats.experts import MATRICES
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.layer import BoundExperts
+from moelight.kernels.matrices import Weight
 from moelight.kernels.products import Workspace, feed_forward, linear
-from moelight.kernels.quantized import Weight, dense_values
+from moelight.kernels.quantized import dense_values
 from moelight.kernels.reference import gate_and_up
 
 PARTS = (*MATRICES, "gate_up_bias", "up_bias", "down_bias")  # of `Expert`

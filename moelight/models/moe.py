@@ -23,8 +23,8 @@ from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
+from moelight.kernels.matrices import Weight
 from moelight.kernels.products import Workspace, padded_rows
-from moelight.kernels.quantized import Weight
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.models.expert import Expert, ExpertFunction, LayerExperts, expert_arguments, in_torch

@@ -29,7 +29,8 @@ from moelight.formats.format import PAGE_ALIGNMENT, RepackTable
 from moelight.hrm.costs import TENSOR_ALIGNMENT, dense_bytes, kept_parts
 from moelight.kernels import native
 from moelight.kernels.device import Device, on_host
-from moelight.kernels.quantized import Stack, cpu_dequantize, row_blocks, stack_of
+from moelight.kernels.matrices import Stack, stack_of
+from moelight.kernels.quantized import cpu_dequantize, row_blocks
 from moelight.kernels.repack import in_group_order, repacked, turn
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.model import ModelProfile

@@ -18,7 +18,7 @@ from moelight.core.errors import BudgetError, CheckpointError, ConfigError, Moel
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
-from moelight.kernels.quantized import floats_of
+from moelight.kernels.matrices import floats_of
 from moelight.kernels.reads import ReadTicket
 from moelight.models.decoder import NativeDecoder
 from moelight.runtime.machine import LANE_KINDS

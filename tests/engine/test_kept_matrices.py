@@ -19,7 +19,8 @@ from moelight.hrm import costs
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.footprint import footprint
 from moelight.hrm.machine_model import speeds_of
-from moelight.kernels.quantized import Stack, dense_values, floats_of, stacked_rows
+from moelight.kernels.matrices import Stack, floats_of
+from moelight.kernels.quantized import dense_values, stacked_rows
 from moelight.models.checkpoints import open_model
 from moelight.optimizer.explain import activations_text
 from moelight.optimizer.runnable import activation_faults

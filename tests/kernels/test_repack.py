@@ -19,7 +19,8 @@ from moelight.formats.packed import PackedFormat
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack
 from moelight.kernels.ffn import cpu_linear
-from moelight.kernels.quantized import cpu_dequantize, dense_values, no_integers
+from moelight.kernels.matrices import no_integers
+from moelight.kernels.quantized import cpu_dequantize, dense_values
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.kernels.repack import repacked, turn
 from tests.kernels.conftest import ISAS

@@ -22,7 +22,7 @@ from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.core.units import MiB
 from moelight.hrm.costs import dense_bytes, page_bytes
-from moelight.kernels.quantized import Stack, floats_of
+from moelight.kernels.matrices import Stack, floats_of
 from moelight.kernels.reads import FileReader, ReadPart
 from moelight.models.pages import PagedExperts
 from moelight.profiles.families import profile_from_dir

@@ -22,7 +22,7 @@ from moelight.formats.matrix import Matrix
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.formats.ggml import points_on
-from moelight.kernels.quantized import INT8, Weights, is_rounded, parts_checked, stack_of, upright
+from moelight.kernels.matrices import INT8, Weights, is_rounded, parts_checked, stack_of, upright
 
 # Rows of a matrix in the table of addresses; in place of scales a format may have a codebook.
 TENSORS = ("codes", "scales", "zero points", "order", "bias")

@@ -26,9 +26,9 @@ from moelight.hrm.costs import expert_workspace
 from moelight.kernels.attention import cpu_gqa_decode, cpu_kv_append, cpu_prefill_attention
 from moelight.kernels.device import Device
 from moelight.kernels.gpu.attention import Ints, RaggedBatch, prompt_form
+from moelight.kernels.matrices import stack_of
 from moelight.kernels.norm import rms_norm
 from moelight.kernels.products import Workspace, linear
-from moelight.kernels.quantized import stack_of
 from moelight.models.decoder import NativeDecoder, rotation
 from moelight.models.expert import Expert, LayerExperts
 from moelight.models.moe import Experts, Routed, grouped_pages, moe_forward
