@@ -218,7 +218,9 @@ def _matrix_of(
     """Module, suffix and format of the quantised matrix of which tensor ``name`` is a part, if it is of one."""
     for ending in sorted(SUFFIXES, key=len, reverse=True):
         module = name.removesuffix(ending)
-        if module == name or (stored_format := format_of(module)) is None or ending not in stored_format.names:
+        if module == name or (stored_format := format_of(module)) is None:
+            continue
+        if ending not in (*stored_format.names, *stored_format.beside):
             continue
         if stored_format.names[0] == ".weight" and not any(module + part in stored for part in stored_format.names[1:]):
             return None  # left as it was, as norms are

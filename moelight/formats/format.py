@@ -48,6 +48,39 @@ class TensorSpec(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DerivedScales:
+    """Scales that are computed in float32 when a matrix is read: the numbers of the tensor ``suffix``, or, where it
+    holds codes, those numbers of the tensor ``table`` times that of ``scales`` for each ``block`` of them, plus
+    ``offset``; times ``factor``; each ``repeats`` times, ``count`` of them in all. Tensors by their suffixes."""
+
+    suffix: str
+    count: int
+    factor: float = 1.0
+    table: str = ""
+    scales: str = ""
+    block: int = 1
+    offset: float = 0.0
+    repeats: int = 1
+
+
+class Description(NamedTuple):
+    """What tensors beside the codes say of a matrix: its format, its ``shape`` (rows, columns), and how its scales are
+    computed, None if they are stored."""
+
+    stored: Format
+    shape: tuple[int, int]
+    scales: DerivedScales | None
+
+
+class DescriptionError(Exception):
+    """The tensor ``suffix`` of a matrix does not say what it should; ``complaint`` and ``cure`` end a sentence."""
+
+    def __init__(self, suffix: str, complaint: str, cure: str = "fetch the checkpoint again") -> None:
+        super().__init__(suffix, complaint, cure)
+        self.suffix, self.complaint, self.cure = suffix, complaint, cure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Format(ABC):
     """How the values of a matrix [rows, columns] are stored; a subclass for each row of `registry.FORMATS`.
 
@@ -56,6 +89,7 @@ class Format(ABC):
         transposed: a stored row holds one input of all outputs.
         stores_shape: a tensor of its own repeats the size of the matrix.
         scattered: neighbouring inputs are in different words, so that a GPU loads codes one by one.
+        beside: suffixes of tensors that describe a matrix (`described`), and are not kept.
         plain_if_unfit: tools leave a matrix plain whose size does not fit the format, of experts too.
         name: for people, with the parameters.
         bits: of a code.
@@ -77,6 +111,7 @@ class Format(ABC):
     stores_shape: ClassVar[bool] = False
     scattered: ClassVar[bool] = False
     plain_if_unfit: ClassVar[bool] = False
+    beside: ClassVar[tuple[str, ...]] = ()
 
     name: str
     bits: int
@@ -220,6 +255,11 @@ class Format(ABC):
         if not usual or exists(usual[0]) or not exists(".scale"):
             return self
         return replace(self, names=(self.names[0], ".scale", *self.names[2:]))
+
+    def described(self, codes: Sequence[int], read: Callable[[str], bytes | None]) -> Description | None:
+        """What the tensors `beside` the codes, which have the shape ``codes``, say of a matrix; None if the format has
+        none. ``read``: the bytes of that with a suffix, None if it is not there. Raises DescriptionError."""
+        return None
 
     def stack_format(self, exists: Callable[[str], bool]) -> Format | None:
         """The format of each matrix of a stack [E, rows, columns] in a tensor that is named as no module's, with other

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from moelight.core.errors import did_you_mean
-from moelight.formats import awq, fp8, ggml, gptq, int8, mlx, mxfp4, nvfp4, packed, plain
+from moelight.formats import awq, bitsandbytes, fp8, ggml, gptq, int8, mlx, mxfp4, nvfp4, packed, plain
 from moelight.formats.rules import FormatRow, SchemeReader
 
 FORMATS: Mapping[str, FormatRow] = MappingProxyType(
@@ -20,6 +20,7 @@ FORMATS: Mapping[str, FormatRow] = MappingProxyType(
             mxfp4.ROW,
             nvfp4.ROW,
             mlx.ROW,
+            bitsandbytes.ROW,
             packed.ROW,
             int8.ROW,
             ggml.ROW,

@@ -19,6 +19,7 @@ _REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,)")
 # Modules that no method quantises unless its config names them.
 NEVER = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_positions|word_embeddings|embeddings|wte|lm_head)")
 ROUTERS = re.compile(r"(?:.*\.)?(?:gate|router|wg|shared_expert_gate|router\.layer)")
+EXPERTS = re.compile(r"(?:.*\.)?experts(?:\..*)?")
 
 
 class ModuleRule(NamedTuple):
@@ -29,10 +30,11 @@ class ModuleRule(NamedTuple):
 
 
 class Settings:
-    """Typed look-ups in a ``quantization_config``; ValueErrors name the key."""
+    """Typed look-ups in a ``quantization_config``; ValueErrors name the key. ``stacks_experts``: transformers 5 or
+    later saved the model, which keeps the experts of a layer in one parameter."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], *, stacks_experts: bool = False) -> None:
+        self.values, self.stacks_experts = values, stacks_experts
 
     def integer(self, key: str, default: int, allowed: Callable[[int], bool], wanted: str) -> int:
         value = self.values.get(key, default)

@@ -22,6 +22,7 @@ from moelight.profiles.stored import StoredWeights
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 
 _MOST_RULES = 1 << 12
+_STACKING_VERSION = 5  # of transformers, from which on experts are one parameter of a layer
 # Matrices that our own decoder multiplies as they are stored.
 KEPT = ("embed", "qkv", "o", "dense_gate_up", "dense_down", "head")
 # Parts of names that tools spell in two ways (those of Mixtral, which transformers 5 renamed).
@@ -70,12 +71,20 @@ def read_quantization(config: HFConfig) -> Quantization | None:
     if config.find("expert_dtype") is not None:  # DeepSeek-V4 says it outside
         values = {"expert_dtype": config.find("expert_dtype"), **values}
     try:
-        rules = tuple(METHODS[method](Settings(values), _scale_dtype(config)))
+        settings = Settings(values, stacks_experts=_of_transformers_5(config))
+        rules = tuple(METHODS[method](settings, _scale_dtype(config)))
         if len(rules) > _MOST_RULES:
             raise ValueError(f"has {len(rules):,} rules")
     except ValueError as error:
         raise config.quantised_error(key, f"and {error}") from None
     return Quantization(rules=rules, respelled=_respelled(rules))
+
+
+def _of_transformers_5(config: HFConfig) -> bool:
+    """True if version 5 of transformers saved ``config``, or a later one."""
+    version = config.find("transformers_version")
+    major = version.partition(".")[0] if isinstance(version, str) else ""
+    return major.isascii() and major.isdecimal() and int(major[:4]) >= _STACKING_VERSION
 
 
 def _respelled(rules: Iterable[ModuleRule]) -> tuple[tuple[str, str], ...]:

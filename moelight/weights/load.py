@@ -37,7 +37,7 @@ from moelight.profiles.model import ModelProfile
 from moelight.profiles.quantization import KEPT
 from moelight.profiles.tensor_list import dense_tensors
 from moelight.weights.expert_pages import ExpertPages
-from moelight.weights.stored_matrix import INVERSES, check_group_order, read_matrix
+from moelight.weights.stored_matrix import INVERSES, TORCH, check_group_order, derived_bytes, read_matrix
 from moelight.weights.tensor_info import StoredMatrix, TensorInfo
 from moelight.weights.tensor_map import WeightMap
 from moelight.weights.torch_dtypes import from_torch, to_torch
@@ -93,6 +93,12 @@ class TensorReader:
             values = chunk.view(stored)
             first = begin // stored.itemsize
             flat[first : first + values.numel()].copy_(values)
+
+    def tensor(self, info: TensorInfo) -> torch.Tensor:
+        """The tensor at ``info`` [its shape]."""
+        raw = torch.empty(info.nbytes, dtype=torch.uint8)
+        self.fill(info, 0, raw)
+        return raw.view(TORCH[info.dtype]).view(info.shape)
 
     def _bounce(self, device: torch.device) -> torch.Tensor:
         """The calling thread's bounce buffer for ``device``; page-locked if an accelerator reads it."""
@@ -387,10 +393,14 @@ class PageReader(TensorReader):
             for piece, start in self._pieces(page, first, values.numel())
         ]
         examine = partial(self._examine, (page, begin, values.numel()), reads)
-        if self._submit is not None and on_host(dest) and (native.available() or not tables):
-            parts = [(part.piece.file, part.piece.offset, part.dest.view(torch.uint8), part.table) for part in reads]
-            return _DirectPageRead(self._submit(parts), [part.piece for part in reads], examine)
         for part in reads:
+            if part.piece.derived is not None:
+                part.dest.copy_(derived_bytes(part.piece, self.tensor))
+        stored = [part for part in reads if part.piece.derived is None]
+        if stored and self._submit is not None and on_host(dest) and (native.available() or not tables):
+            parts = [(part.piece.file, part.piece.offset, part.dest.view(torch.uint8), part.table) for part in stored]
+            return _DirectPageRead(self._submit(parts), [part.piece for part in stored], examine)
+        for part in stored:
             if part.piece.matrices:
                 count = part.dest.numel()
                 part.dest.copy_(values_between(part.piece, part.piece.offset // size, count, part.dest.dtype))
@@ -472,7 +482,8 @@ class _DirectPageRead:
 
 def page_files(weight_map: WeightMap) -> tuple[Path, ...]:
     """The files that hold expert pages."""
-    return tuple(dict.fromkeys(info.file for infos in weight_map.experts.pieces.values() for info in infos))
+    pieces = (info for infos in weight_map.experts.pieces.values() for info in infos)
+    return tuple(dict.fromkeys(file for info in pieces for file in info.files))
 
 
 def check_bytes(memory: torch.Tensor, needed: int, label: str) -> None:

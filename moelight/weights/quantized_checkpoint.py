@@ -14,6 +14,7 @@ from moelight.core.dtypes import BY_SAFETENSORS
 from moelight.core.errors import CheckpointError
 from moelight.formats.format import SHAPE, Format
 from moelight.formats.registry import STACK_SUFFIXES, SUFFIXES
+from moelight.weights.described import described_tensors
 from moelight.weights.source import Checkpoint
 from moelight.weights.stored_matrix import find_matrix, read_tensor
 from moelight.weights.tensor_info import StoredMatrix, TensorInfo
@@ -42,8 +43,10 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None
             if _is_plain(tensors, of, info, stored):
                 break
             stored = stored.spelled(partial(_exists, tensors, of))
-            matrix = _matrix(tensors, of, info, stored, listing)
+            stored, parts = described_tensors(tensors, of, stored, listing)
+            matrix = _matrix(parts, of, parts[name], stored, listing)
             taken.update(of + part.suffix for part in stored.tensors(matrix.rows, matrix.columns))
+            taken.update(of + end for end in stored.beside)
             located.append((info, matrix, of))
             break
     plain = {name: info for name, info in tensors.items() if name not in taken}

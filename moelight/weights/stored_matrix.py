@@ -179,6 +179,10 @@ def _place(
 
 def read_tensor(info: TensorInfo, into: Tensor | None = None) -> Tensor:
     """The tensor at ``info`` [its shape], in the memory of ``into`` (uint8, 1-D, CPU) if that is given."""
+    if info.derived is not None:
+        raw = derived_bytes(info, read_tensor)
+        raw = raw if into is None else into.copy_(raw)
+        return raw.view(TORCH[info.dtype]).view(info.shape)
     raw = torch.empty(info.nbytes, dtype=torch.uint8) if into is None else into
     try:
         with open(open_regular(info.file), "rb", buffering=0) as file:
@@ -191,3 +195,15 @@ def read_tensor(info: TensorInfo, into: Tensor | None = None) -> Tensor:
     if done < info.nbytes:
         raise CheckpointError(f"{info.file}: cut short inside tensor {info.name!r}; fetch the file again")
     return raw.view(TORCH[info.dtype]).view(info.shape)
+
+
+def derived_bytes(info: TensorInfo, read: Callable[[TensorInfo], Tensor]) -> Tensor:
+    """The bytes (uint8, 1-D) at ``info``, whose numbers are computed from tensors that ``read`` gives."""
+    derivation = info.derived
+    assert derivation is not None, "numbers that are stored are read"
+    values = read(derivation.stored).flatten()
+    if derivation.table is not None and derivation.scales is not None:
+        scales = read(derivation.scales).flatten().repeat_interleave(derivation.block)[: len(values)]
+        values = read(derivation.table).flatten()[values.int()] * scales + derivation.offset
+    values = (values.float() * derivation.factor).repeat_interleave(derivation.repeats)
+    return values.view(torch.uint8)[info.offset : info.offset + info.nbytes]

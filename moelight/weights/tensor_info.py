@@ -35,6 +35,7 @@ class TensorInfo:
             its own then: ``offset`` and ``nbytes`` are those of a row-major tensor of such values, which is nowhere.
             Rows of two matrices alternate. Empty: the tensor has the bytes at its location.
         turned: it is a stack [E, columns, rows] of matrices that are stored by rows.
+        derived: how its numbers, float32, are computed when they are read; it has no bytes of its own then, either.
     """
 
     name: str
@@ -45,6 +46,12 @@ class TensorInfo:
     nbytes: int
     matrices: tuple[StoredMatrix, ...] = ()
     turned: bool = False
+    derived: Derivation | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold its bytes."""
+        return (self.file,) if self.derived is None else tuple(info.file for info in self.derived.sources)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -78,6 +85,23 @@ class TensorInfo:
                 f"{self.matrices[0].stored.name} does not allow; use the checkpoint that is not quantised"
             )
         return self.matrices[0].rows_of(self.offset // line, (self.offset + self.nbytes) // line)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derivation:
+    """Numbers that are computed from those of ``stored``, as `DerivedScales` says."""
+
+    stored: TensorInfo
+    factor: float = 1.0
+    table: TensorInfo | None = None
+    scales: TensorInfo | None = None
+    block: int = 1
+    offset: float = 0.0
+    repeats: int = 1
+
+    @property
+    def sources(self) -> tuple[TensorInfo, ...]:
+        return tuple(info for info in (self.stored, self.table, self.scales) if info is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

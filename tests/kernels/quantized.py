@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from moelight.formats.awq import awq
+from moelight.formats.bitsandbytes import bitsandbytes
 from moelight.formats.format import Format, TensorSpec
 from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import GGML_FORMATS
@@ -79,6 +82,8 @@ FORMATS = {
     "mlx int3": mlx(bits=3, group=32, scale="F16"),
     "mlx int4": mlx(bits=4, group=64),
     "mlx int6": mlx(bits=6, group=128),
+    "nf4": bitsandbytes("nf4"),
+    "fp4 short": replace(bitsandbytes("fp4"), group=16),
     **{name: stored for name, stored in GGML_FORMATS.items() if stored.key == "ggml"},
 }
 
@@ -89,7 +94,7 @@ def step(stored: Format) -> tuple[int, int]:
         return 1, stored.block
     if stored.key in {"mxfp4", "nvfp4"}:
         return 1, MX_GROUP if stored.key == "mxfp4" else NV_GROUP
-    columns = stored.group or 1 if stored.key in {"packed", "awq", "mlx"} else 1
+    columns = stored.group or 1 if stored.key in {"packed", "awq", "mlx", "bitsandbytes"} else 1
     if stored.key == "gptq":
         return stored.per_word, stored.per_word
     return stored.per_word if stored.key == "awq" else 1, columns

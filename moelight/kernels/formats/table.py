@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from moelight.formats.format import Format
 from moelight.kernels.formats.awq import AWQReference
+from moelight.kernels.formats.bitsandbytes import BitsAndBytesReference
 from moelight.kernels.formats.ggml import GGMLReference
 from moelight.kernels.formats.gptq import GPTQReference
 from moelight.kernels.formats.mlx import MLXReference
@@ -26,6 +27,7 @@ _REFERENCES: Mapping[str, Reference] = {
     "mxfp4": MXFP4Reference(),
     "nvfp4": NVFP4Reference(),
     "mlx": MLXReference(),
+    "bitsandbytes": BitsAndBytesReference(),
     "ggml": GGMLReference(),
 }
 

@@ -12,6 +12,8 @@ their bits, on every card alike.
 import triton
 import triton.language as tl
 
+from moelight.formats.bitsandbytes import FP4, NF4
+
 
 def _four(*values: int) -> tl.constexpr:
     """Four signed bytes as one word, the first lowest."""
@@ -24,6 +26,7 @@ _IQ4_4 = _four(-49, -35, -22, -10)
 _IQ4_8 = _four(1, 13, 25, 38)
 _IQ4_12 = _four(53, 69, 89, 113)
 _E2M1_DOUBLED = tl.constexpr(0xC8643210 - (1 << 32))  # 0, 1, 2, 3, 4, 6, 8, 12 in four bits each
+_NF4, _FP4 = tl.constexpr(NF4), tl.constexpr(FP4)
 # Bits of float32 numbers.
 _LEAST_POWER = tl.constexpr(0x00400000)  # 2^-127, below the normal numbers
 _TWO_TO_23 = tl.constexpr(0x4B000000)
@@ -724,3 +727,41 @@ def mlx_tile(
     return whole(code) * repeat_rows(tl.load(scales + place).to(tl.float32), FORM.shared) + repeat_rows(
         bias, FORM.shared
     )
+
+
+@triton.jit
+def one_of_four(code, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """The number of the two lowest bits of a code (int32)."""
+    odd = (code & 1) != 0
+    return tl.where((code & 2) != 0, tl.where(odd, D, C), tl.where(odd, B, A))
+
+
+@triton.jit
+def nf4(code):
+    """Numbers of NF4 codes (int32, 0 to 15)."""
+    first = one_of_four(code, _NF4[0], _NF4[1], _NF4[2], _NF4[3])
+    second = one_of_four(code, _NF4[4], _NF4[5], _NF4[6], _NF4[7])
+    third = one_of_four(code, _NF4[8], _NF4[9], _NF4[10], _NF4[11])
+    last = one_of_four(code, _NF4[12], _NF4[13], _NF4[14], _NF4[15])
+    return tl.where(code < 8, tl.where(code < 4, first, second), tl.where(code < 12, third, last))
+
+
+@triton.jit
+def fp4(code):
+    """Numbers of bitsandbytes' FP4 codes (int32, 0 to 15)."""
+    small = one_of_four(code, _FP4[0], _FP4[1], _FP4[2], _FP4[3])
+    size = tl.where((code & 4) != 0, one_of_four(code, _FP4[4], _FP4[5], _FP4[6], _FP4[7]), small)
+    return tl.where(code > 8, -size, size)
+
+
+@triton.jit
+def nibble_tile(
+    codes, scales, zeros, order, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Numbers of codes of two a byte, the first in the upper bits, times scales."""
+    pair = inputs(first, depth, EVEN, K // 2, 2) // 2
+    byte = tl.load(codes + row[None, :] * (depth // 2) + pair[:, None]).to(tl.int32)
+    code = (repeat_rows(byte, 2) >> (4 - tl.arange(0, K) % 2 * 4)[:, None]) & 15
+    place = FORM.by.place(row, groups_of(order, first, depth, groups, FORM, EVEN, K), rows, groups, FORM)
+    return FORM.by.decode(code) * repeat_rows(tl.load(scales + place).to(tl.float32), FORM.shared)

@@ -83,6 +83,8 @@ UNPACKERS: Mapping[str, Unpacker] = {
     "nvfp4": Unpacker(unpack=quantized_triton.nvfp4_tile, decode=quantized_triton.scale_times),
     "nvfp4 divided": Unpacker(unpack=quantized_triton.nvfp4_tile, decode=quantized_triton.scale_over),
     "mlx": Unpacker(unpack=quantized_triton.mlx_tile, codes=quantized_triton.packed_codes),
+    "nf4": Unpacker(unpack=quantized_triton.nibble_tile, decode=quantized_triton.nf4),
+    "fp4": Unpacker(unpack=quantized_triton.nibble_tile, decode=quantized_triton.fp4),
     "Q4_0": replace(_BLOCKS, decode=quantized_triton.q4_0, integers=integers_triton.q4_0_integers),
     "Q4_1": replace(_BLOCKS, decode=quantized_triton.q4_1),
     "Q5_0": replace(_BLOCKS, decode=quantized_triton.q5_0),
