@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from moelight.core.errors import CheckpointError
 from moelight.formats.format import DerivedScales, DescriptionError, Format
 from moelight.weights.stored_matrix import read_tensor
@@ -31,7 +29,7 @@ def described_tensors(
             return None
         if info.nbytes > _MAX_BYTES:
             raise DescriptionError(suffix, f"has {info.nbytes:,} bytes, more than any of its kind")
-        return bytes(read_tensor(info).flatten().view(torch.uint8).numpy())
+        return bytes(read_tensor(replace(info, dtype="U8", shape=(info.nbytes,))).numpy())
 
     codes = tensors[module + stored.names[0]]
     try:

@@ -11,6 +11,7 @@ import pytest
 from moelight.cli.main import main
 from moelight.core.errors import ConfigError
 from moelight.formats.awq import awq
+from moelight.formats.bitsandbytes import LLMInt8Format, bitsandbytes
 from moelight.formats.format import Format
 from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import GGML_FORMATS
@@ -216,12 +217,38 @@ def test_modules_that_are_not_converted() -> None:
     assert some.format_of("model.layers.3.mlp.up_proj") is not None
 
 
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def test_modules_of_bitsandbytes() -> None:
+    """Of transformers 4, where routers and experts are linear layers, and of 5, where experts are parameters."""
+    up, skipped = "model.layers.0.mlp.experts.3.up_proj", ["self_attn.o_proj"]
+    four, five = (
+        read_quantization(HFConfig({"quantization_config": NF4, "transformers_version": version}, where="config.json"))
+        for version in ("4.57.6", "5.24.0")
+    )
+    assert four is not None and five is not None
+    assert four.format_of(up) == bitsandbytes("nf4") and five.format_of(up) is None
+    for result in (four, five):
+        assert result.format_of("model.layers.0.mlp.shared_experts.up_proj") == bitsandbytes("nf4")
+        assert result.format_of("model.layers.0.mlp.gate") == bitsandbytes("nf4")
+        assert result.format_of("lm_head") is None and result.format_of("model.embed_tokens") is None
+    some = read({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": skipped})
+    assert some.format_of("model.layers.0.self_attn.o_proj") is None
+    assert some.format_of("lm_head") == some.format_of(up) == LLMInt8Format()
+    assert read({"quant_method": "bitsandbytes", "load_in_4bit": True}).format_of(up) == bitsandbytes("fp4")
+
+
 @pytest.mark.parametrize(
     ("quantization", "complaint"),
     [
         ({"quant_method": "gptqq"}, "did you mean 'gptq'"),
         ({"quant_method": "quark", "global_quant_config": {}}, "'quark', by none of the methods read"),
-        ({"quant_method": "bitsandbytes"}, "by none of the methods read (gptq, awq, fp8"),
+        ({"quant_method": "hqq"}, "by none of the methods read (gptq, awq, fp8"),
+        ({"quant_method": "bitsandbytes"}, "either load_in_4bit or load_in_8bit there must be true"),
+        ({**NF4, "load_in_8bit": True}, "either load_in_4bit or load_in_8bit there must be true"),
+        ({**NF4, "bnb_4bit_quant_type": "nf3"}, "of bnb_4bit_quant_type only fp4, nf4 is read"),
+        ({**NF4, "llm_int8_skip_modules": "lm_head"}, "a list of names"),
         ({**GPTQ, "bits": 3}, "bits there must be 2, 4 or 8"),
         ({**GPTQ, "bits": True}, "bits there must be"),
         ({**GPTQ, "group_size": 0}, "group_size there must be -1 or a size"),

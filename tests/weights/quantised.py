@@ -16,6 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moelight.formats.bitsandbytes import NUMBERS
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
 from tests.weights.packers import pack_awq, pack_gptq, pack_rows, unpacked
@@ -26,10 +27,12 @@ Pack = Callable[[Tensor], dict[str, Tensor]]  # a matrix [rows, columns] -> its 
 
 @dataclass(frozen=True)
 class Method:
-    """``quantization_config`` of a config.json, and how a matrix is packed under it."""
+    """``quantization_config`` of a config.json, and how a matrix is packed under it. ``values``: those of tensors that
+    describe themselves, in float32; else the format says them."""
 
     config: dict[str, Any]
     pack: Pack
+    values: Callable[[dict[str, Tensor]], Tensor] | None = None
 
 
 def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,6 +128,61 @@ def pack_mlx(weight: Tensor, bits: int = 4, group: int = GROUP) -> dict[str, Ten
     return {".weight": words.to(torch.uint32), ".scales": scale, ".biases": bias}
 
 
+BLOCK = 64  # of bitsandbytes: numbers of a matrix, whatever its rows
+_NESTED_BLOCK = 256
+
+
+def _bitsandbytes(numbers: str, *, nested: bool) -> Method:
+    """Of transformers 4: routers and experts are linear layers. ``nested``: magnitudes of blocks are codes, too."""
+    table, state = torch.tensor(NUMBERS[numbers]), f".weight.quant_state.bitsandbytes__{numbers}"
+
+    def pack(weight: Tensor) -> dict[str, Tensor]:
+        flat = weight.float().flatten()
+        blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+        largest = blocks.abs().amax(1)
+        codes = (blocks / largest.clamp_min(1e-9)[:, None]).flatten()[: len(flat), None].sub(table).abs().argmin(1)
+        says: dict[str, Any] = {"quant_type": numbers, "blocksize": BLOCK, "shape": list(weight.shape)}
+        parts = {
+            ".weight": (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+            ".weight.quant_map": table.clone(),
+        }
+        if nested:
+            says |= {
+                "nested_blocksize": _NESTED_BLOCK,
+                "nested_dtype": "float32",
+                "nested_offset": float(largest.mean()),
+            }
+            rest, map_ = largest - largest.mean(), torch.linspace(-1, 1, 256)
+            padded = torch.nn.functional.pad(rest, (0, -len(rest) % _NESTED_BLOCK)).view(-1, _NESTED_BLOCK)
+            scales = padded.abs().amax(1)
+            largest = (padded / scales[:, None]).flatten()[: len(rest), None].sub(map_).abs().argmin(1).to(torch.uint8)
+            parts |= {".weight.nested_absmax": scales, ".weight.nested_quant_map": map_}
+        text = torch.tensor(list(json.dumps(says).encode()), dtype=torch.uint8)
+        return {**parts, ".weight.absmax": largest, state: text}
+
+    def values(parts: dict[str, Tensor]) -> Tensor:
+        says, scales = json.loads(bytes(parts[state].tolist())), parts[".weight.absmax"]
+        if nested:
+            of_blocks = parts[".weight.nested_absmax"].repeat_interleave(_NESTED_BLOCK)[: len(scales)]
+            scales = parts[".weight.nested_quant_map"][scales.int()] * of_blocks + says["nested_offset"]
+        pairs = parts[".weight"].int()
+        codes = torch.cat((pairs >> 4, pairs & 15), 1).flatten()
+        return (table[codes] * scales.repeat_interleave(BLOCK)[: len(codes)]).view(says["shape"])
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": numbers}
+    return Method(config, pack, values)
+
+
+def _llm_int8(weight: Tensor) -> dict[str, Tensor]:
+    largest = weight.float().abs().amax(1)
+    codes = (weight.float() * (127 / largest)[:, None]).round().to(torch.int8)
+    return {".weight": codes, ".SCB": largest, ".weight_format": torch.zeros((), dtype=torch.uint8)}
+
+
+def _llm_int8_values(parts: dict[str, Tensor]) -> Tensor:
+    return parts[".weight"].float() * (parts[".SCB"] * torch.tensor(1 / 127))[:, None]
+
+
 _NVFP4_ARGUMENTS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 NVFP4 = QuantizationScheme(
     targets=["Linear"], weights=QuantizationArgs(**_NVFP4_ARGUMENTS, scale_dtype=torch.float8_e4m3fn)
@@ -142,6 +200,9 @@ METHODS = {
     "fp8 channels": _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
     "nvfp4": Method(_compressed("nvfp4-pack-quantized", **_NVFP4_ARGUMENTS).config, _nvfp4),
     "mlx int4": Method({"bits": 4, "group_size": GROUP, "mode": "affine", "lm_head": False}, pack_mlx),
+    "nf4": _bitsandbytes("nf4", nested=True),
+    "fp4": _bitsandbytes("fp4", nested=False),
+    "llm int8": Method({"quant_method": "bitsandbytes", "load_in_8bit": True}, _llm_int8, _llm_int8_values),
     "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=GROUP),
 }
 
@@ -154,6 +215,8 @@ def quantise(source: Path, out: Path, method: Method, packs: Callable[[str], Pac
     in folders of ``out``. ``packs``: how the matrix of a module is packed, where the config has several formats."""
     config = json.loads((source / "config.json").read_text())
     stored = config | {"quantization_config": method.config}
+    if method.values is not None:
+        stored["transformers_version"] = "4.57.6"
     quantization = read_quantization(HFConfig(stored, where="config.json"))
     assert quantization is not None
     tensors, values = {}, {}
@@ -166,7 +229,11 @@ def quantise(source: Path, out: Path, method: Method, packs: Callable[[str], Pac
             continue
         parts = (method.pack if packs is None else packs(module))(tensor)
         tensors |= {module + suffix: part for suffix, part in parts.items()}
-        values[name] = unpacked(form, parts, tensor.shape, dtype=tensor.dtype)
+        values[name] = (
+            unpacked(form, parts, tensor.shape, dtype=tensor.dtype)
+            if method.values is None
+            else method.values(parts).to(tensor.dtype)
+        )
     return _save(source, out / "quantised", tensors, stored), _save(source, out / "numbers", values, config)
 
 
