@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from moelight.formats.format import Format
 from moelight.formats.mxfp4 import mxfp4
-from moelight.formats.rules import MAX_GROUP, FormatRow, ModuleRule, Scheme, Settings, all_but_ignored
+from moelight.formats.rules import MAX_GROUP, TORCHAO_NAMES, FormatRow, ModuleRule, Scheme, Settings, all_but_ignored
 from moelight.formats.scaled import ScaledFormat, scheme_fields
 
 
@@ -68,7 +68,10 @@ def _fbgemm_rules(settings: Settings, _: str) -> Iterable[ModuleRule]:
 
 ROW = FormatRow(
     format=FP8Format,
-    suffixes=(".weight", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", "_scale", "_scale_inv", ".scale"),
+    suffixes=(
+        *(".weight", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", "_scale", "_scale_inv", ".scale"),
+        *TORCHAO_NAMES,
+    ),
     methods={"fp8": _rules, "fbgemm_fp8": _fbgemm_rules},
     schemes=dict.fromkeys(
         (("float-quantized", True), ("naive-quantized", True), ("int-quantized", True)),

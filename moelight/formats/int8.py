@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moelight.formats.format import Format
-from moelight.formats.rules import FormatRow, Scheme
+from moelight.formats.rules import TORCHAO_NAMES, FormatRow, Scheme
 from moelight.formats.scaled import ScaledFormat, scheme_fields
 
 
@@ -24,7 +24,7 @@ def _scheme(scheme: Scheme) -> Format:
 
 ROW = FormatRow(
     format=Int8Format,
-    suffixes=(".weight", ".weight_scale", ".weight_zero_point"),
+    suffixes=(".weight", ".weight_scale", ".weight_zero_point", *TORCHAO_NAMES),
     schemes=dict.fromkeys(
         (("int-quantized", False), ("naive-quantized", False), ("float-quantized", False)),
         _scheme,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from moelight.formats import auto_round, compressed_tensors
+from moelight.formats import auto_round, compressed_tensors, torchao
 from moelight.formats.registry import FORMATS
 from moelight.formats.rules import MethodReader
 
@@ -15,6 +15,7 @@ METHODS: Mapping[str, MethodReader] = MappingProxyType(
     {
         **{method: reader for row in FORMATS.values() for method, reader in row.methods.items()},
         compressed_tensors.METHOD: compressed_tensors.rules_of,
+        torchao.METHOD: torchao.torchao_rules,
         **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_rules),
     }
 )

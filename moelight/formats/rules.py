@@ -20,6 +20,8 @@ _REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,)")
 NEVER = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_positions|word_embeddings|embeddings|wte|lm_head)")
 ROUTERS = re.compile(r"(?:.*\.)?(?:gate|router|wg|shared_expert_gate|router\.layer)")
 EXPERTS = re.compile(r"(?:.*\.)?experts(?:\..*)?")
+# Suffixes of codes, scales and zero points in torchao's tensors.
+TORCHAO_NAMES = ("._weight_qdata", "._weight_scale", "._weight_zero_point")
 
 
 class ModuleRule(NamedTuple):

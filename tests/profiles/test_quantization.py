@@ -16,10 +16,12 @@ from moelight.formats.format import Format
 from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import GGML_FORMATS
 from moelight.formats.gptq import gptq
+from moelight.formats.int8 import Int8Format
 from moelight.formats.mlx import mlx
 from moelight.formats.mxfp4 import mxfp4
 from moelight.formats.nvfp4 import nvfp4
 from moelight.formats.registry import similar_format
+from moelight.formats.rules import TORCHAO_NAMES
 from moelight.hrm import costs
 from moelight.hrm.inventory import inventory
 from moelight.optimizer.optimize import make_plan
@@ -215,6 +217,51 @@ def test_modules_that_are_not_converted() -> None:
     some = read({**FP8, "ignored_layers": ["model.layers.*.self_attn"]})
     assert some.format_of("model.layers.3.self_attn.q_proj") is None
     assert some.format_of("model.layers.3.mlp.up_proj") is not None
+
+
+def torchao(kind: str, version: int = 2, **values: Any) -> dict[str, Any]:
+    config = {"_type": kind, "_version": version, "_data": values}
+    return {"quant_method": "torchao", "quant_type": {"default": config}}
+
+
+def test_modules_of_torchao() -> None:
+    """Experts and routers are parameters, and plain; embeddings and heads only where the config includes them."""
+    result = read({**torchao("Int8DynamicActivationInt8WeightConfig"), "modules_to_not_convert": ["self_attn.o_proj"]})
+    query, up = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.3.up_proj"
+    assert result.format_of(query) == Int8Format(
+        name="torchao int8 per channel", scale="F32", zero_points=True, names=TORCHAO_NAMES
+    )
+    plain = (up, "model.layers.0.mlp.gate", "model.layers.0.self_attn.o_proj", "lm_head", "model.embed_tokens")
+    assert [result.format_of(module) for module in plain] == [None] * len(plain)
+    ends = read({**torchao("Float8WeightOnlyConfig"), "include_input_output_embeddings": True})
+    assert ends.format_of("lm_head") == ends.format_of(query) is not None and ends.format_of(up) is None
+
+
+INTX = {
+    "granularity": {"_type": "PerAxis", "_data": {"axis": 0}},
+    "intx_packing_format": {"_data": "UNPACKED_TO_INT8"},
+    "weight_dtype": {"_data": "int4"},
+}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "complaint"),
+    [
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type there must be an object"),
+        (torchao("Int4WeightOnlyConfig"), "the config Int4WeightOnlyConfig of torchao is not read; known: Int8Weight"),
+        (torchao("FqnToConfig"), "the config FqnToConfig of torchao is not read"),
+        (torchao("Int8WeightOnlyConfig", 1), "configs of torchao are read in version 2 only"),
+        (torchao("Int8WeightOnlyConfig", granularity={"_type": "PerTensor"}), "of granularity only PerRow is read"),
+        (torchao("Float8WeightOnlyConfig", weight_dtype={"_data": "float8_e5m2"}), "of weight_dtype only float8_e4m3"),
+        (torchao("IntxWeightOnlyConfig", **{**INTX, "weight_dtype": {"_data": "uint4"}}), "only int1 to int8 is read"),
+        (torchao("IntxWeightOnlyConfig", **{**INTX, "intx_packing_format": None}), "only UNPACKED_TO_INT8 is read"),
+        (torchao("IntxWeightOnlyConfig", **{**INTX, "granularity": None}), "only PerGroup and PerAxis 0 are read"),
+    ],
+)
+def test_torchao_that_is_not_read_is_refused(quantization: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(quantization)
+    assert complaint in str(caught.value) and str(caught.value).isprintable()
 
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

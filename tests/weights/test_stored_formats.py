@@ -150,6 +150,42 @@ def test_modelopt_values() -> None:
     _same_values(nvfp4(divides=False), parts, tensors["values"])
 
 
+def _torchao(kind: str, **values: Any) -> dict[str, Any]:
+    """A ``quantization_config`` as transformers 5.24 writes it."""
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": values}}}
+
+
+def _enum(kind: str, value: object) -> dict[str, object]:
+    return {"_type": kind, "_data": value}
+
+
+ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+TORCHAO = {
+    "int8": _torchao("Int8WeightOnlyConfig", granularity=ROW, group_size=None, set_inductor_config=True),
+    "fp8": _torchao("Float8WeightOnlyConfig", granularity=ROW, weight_dtype=_enum("torch.dtype", "float8_e4m3fn")),
+    "int4": _torchao(
+        "IntxWeightOnlyConfig",
+        granularity={"_type": "PerGroup", "_version": 1, "_data": {"group_size": 32}},
+        intx_packing_format=_enum("IntxPackingFormat", "UNPACKED_TO_INT8"),
+        mapping_type=_enum("MappingType", "ASYMMETRIC"),
+        weight_dtype=_enum("torch.dtype", "int4"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCHAO)
+def test_torchao_values(name: str) -> None:
+    """Written by torchao (`written/torchao_values.py`)."""
+    tensors, stored = load_file(WRITTEN / "torchao.safetensors"), read(TORCHAO[name]).format_of("q_proj")
+    assert stored is not None
+    parts = {key.removeprefix(name): part for key, part in tensors.items() if key.startswith(f"{name}._")}
+    wanted = tensors[f"{name}.values"]
+    assert {part.suffix: part.shape for part in stored.tensors(*wanted.shape)} == {
+        suffix: tuple(part.shape) for suffix, part in parts.items()
+    }
+    same_bits(unpacked(stored, parts, wanted.shape, dtype=wanted.dtype), wanted)
+
+
 def test_awq_numbers_are_those_of_the_converter() -> None:
     group = 64
     torch.manual_seed(1)
