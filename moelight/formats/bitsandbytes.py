@@ -34,7 +34,7 @@ FP4 = (
     *(0.0, -0.0052083334885537624, -0.6666666865348816, -1.0),
     *(-0.3333333432674408, -0.5, -0.1666666716337204, -0.25),
 )
-NUMBERS = {"nf4": NF4, "fp4": FP4}
+CODE_VALUES = {"nf4": NF4, "fp4": FP4}
 _NAMES = (".weight", ".weight.absmax")
 _STATE = ".weight.quant_state.bitsandbytes__"
 _MAP, _NESTED_MAP, _NESTED = ".weight.quant_map", ".weight.nested_quant_map", ".weight.nested_absmax"
@@ -44,25 +44,25 @@ _PER_127 = 7.874015718698502e-3  # by which bitsandbytes multiplies: 1 / 127 in 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BitsAndBytesFormat(Format):
-    """Bytes [rows, columns / 2], scales [rows, groups]; ``numbers``: a key of `NUMBERS`."""
+    """Bytes [rows, columns / 2], scales [rows, groups]; ``code_type``: a key of `CODE_VALUES`."""
 
     key = "bitsandbytes"
-    beside: ClassVar[tuple[str, ...]] = (_MAP, _NESTED_MAP, _NESTED, *(_STATE + numbers for numbers in NUMBERS))
+    beside: ClassVar[tuple[str, ...]] = (_MAP, _NESTED_MAP, _NESTED, *(_STATE + code_type for code_type in CODE_VALUES))
 
     bits: int = 4
     codes: str = "U8"
     scale: str = "F32"
     group: int = _BLOCK
     names: tuple[str, ...] = _NAMES
-    numbers: str = "nf4"
+    code_type: str = "nf4"
 
     @property
     def native_name(self) -> str:
-        return self.numbers
+        return self.code_type
 
     @property
     def unpacker(self) -> str:
-        return self.numbers
+        return self.code_type
 
     @property
     def int8_reason(self) -> str | None:
@@ -89,11 +89,11 @@ class BitsAndBytesFormat(Format):
         return tuple(shape) == tuple(expected) or same_but_for_ones(shape, (math.prod(expected),))
 
     def described(self, codes: Sequence[int], read: Callable[[str], bytes | None]) -> Description:
-        suffix = _STATE + self.numbers
+        suffix = _STATE + self.code_type
         state = _state(suffix, self.name, read(suffix))
-        if state.get("quant_type") != self.numbers:
+        if state.get("quant_type") != self.code_type:
             raise DescriptionError(suffix, f"says the quant_type {str(state.get('quant_type'))[:20]!r}")
-        if read(_MAP) != struct.pack("<16f", *NUMBERS[self.numbers]):
+        if read(_MAP) != struct.pack("<16f", *CODE_VALUES[self.code_type]):
             raise DescriptionError(_MAP, f"does not hold the numbers of {self.name}")
         shape, block = state.get("shape"), state.get("blocksize")
         if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
@@ -161,9 +161,9 @@ class LLMInt8Format(Int8Format):
         return Description(stored=self, shape=(rows, columns), scales=scales)
 
 
-def bitsandbytes(numbers: str) -> BitsAndBytesFormat:
-    """Codes of the ``numbers`` "nf4" or "fp4" in blocks of 64."""
-    return BitsAndBytesFormat(name=f"bitsandbytes {numbers.upper()}", numbers=numbers)
+def bitsandbytes(code_type: str) -> BitsAndBytesFormat:
+    """Codes of the type "nf4" or "fp4" in blocks of 64."""
+    return BitsAndBytesFormat(name=f"bitsandbytes {code_type.upper()}", code_type=code_type)
 
 
 def _rules(settings: Settings, _: str) -> Iterable[ModuleRule]:
@@ -174,8 +174,8 @@ def _rules(settings: Settings, _: str) -> Iterable[ModuleRule]:
         raise ValueError("either load_in_4bit or load_in_8bit there must be true")
     stored: Format = LLMInt8Format()
     if four:
-        numbers = settings.only(("bnb_4bit_quant_type",), ("fp4", "nf4"))
-        stored = bitsandbytes(numbers)
+        code_type = settings.only(("bnb_4bit_quant_type",), ("fp4", "nf4"))
+        stored = bitsandbytes(code_type)
     skipped = settings.words("llm_int8_skip_modules")
     yield from (ModuleRule(within(re.escape(name)), None) for name in skipped)
     if settings.values.get("llm_int8_skip_modules") is not None:  # else transformers skips the head

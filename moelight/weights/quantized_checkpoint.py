@@ -1,6 +1,7 @@
 """A quantised checkpoint as one of plain matrices: the tensors of each quantised matrix become one, of the shape and
 under the name that the matrix has where it is not quantised, so that what finds weights knows no formats
-(`TensorInfo.matrices`)."""
+(`TensorInfo.matrices`). Where further tensors describe a matrix (`Format.described`), its codes and scales are brought
+into the form that they have in memory; every fault is a CheckpointError that names tensor and file."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from types import MappingProxyType
 
 from moelight.core.dtypes import BY_SAFETENSORS
 from moelight.core.errors import CheckpointError
-from moelight.formats.format import SHAPE, Format
+from moelight.formats.format import SHAPE, DerivedScales, DescriptionError, Format
 from moelight.formats.registry import STACK_SUFFIXES, SUFFIXES
-from moelight.weights.described import described_tensors
 from moelight.weights.source import Checkpoint
 from moelight.weights.stored_matrix import find_matrix, read_tensor
-from moelight.weights.tensor_info import StoredMatrix, TensorInfo
+from moelight.weights.tensor_info import Derivation, StoredMatrix, TensorInfo
 
 _MOST_DIMENSIONS = 4
 _STACK_DIMENSIONS = 3
+_MAX_BYTES = 1 << 12  # of a tensor that describes
+_TABLE = 256  # numbers that codes of scales are indices of
 
 
 def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None], dtype: str) -> Checkpoint:
@@ -43,7 +45,7 @@ def as_matrices(checkpoint: Checkpoint, format_of: Callable[[str], Format | None
             if _is_plain(tensors, of, info, stored):
                 break
             stored = stored.spelled(partial(_exists, tensors, of))
-            stored, parts = described_tensors(tensors, of, stored, listing)
+            stored, parts = _described(tensors, of, stored, listing)
             matrix = _matrix(parts, of, parts[name], stored, listing)
             taken.update(of + part.suffix for part in stored.tensors(matrix.rows, matrix.columns))
             taken.update(of + end for end in stored.beside)
@@ -147,6 +149,73 @@ def _matrix(
             flat = (math.prod(info.shape[:2]), math.prod(info.shape[2:])) if len(info.shape) > 2 else info.shape
             flattened[info.name] = replace(info, shape=flat)
     return find_matrix(flattened or tensors, module, stored, stack * rows, columns, listing=listing)
+
+
+def _described(
+    tensors: Mapping[str, TensorInfo], module: str, stored: Format, listing: str
+) -> tuple[Format, Mapping[str, TensorInfo]]:
+    """The format of the matrix of ``module``, which config.json says is ``stored`` so, and the tensors among which its
+    codes and scales are: all ``tensors``, where nothing beside them describes a matrix."""
+    if not stored.beside:
+        return stored, tensors
+
+    def read(suffix: str) -> bytes | None:
+        if (info := tensors.get(module + suffix)) is None:
+            return None
+        if info.nbytes > _MAX_BYTES:
+            raise DescriptionError(suffix, f"has {info.nbytes:,} bytes, more than any of its kind")
+        return bytes(read_tensor(replace(info, dtype="U8", shape=(info.nbytes,))).numpy())
+
+    codes = tensors[module + stored.names[0]]
+    try:
+        description = stored.described(codes.shape, read)
+        if description is None:
+            return stored, tensors
+        parts = {module + suffix: tensors[module + suffix] for suffix in stored.names if module + suffix in tensors}
+        parts[codes.name] = _shaped(codes, stored, description.shape)
+        if description.scales is not None:
+            parts |= _derived(tensors, module, description.scales)
+    except DescriptionError as error:
+        name = module + error.suffix
+        file = tensors[name].file if name in tensors else listing
+        raise CheckpointError(f"{file}: tensor {name!r} {error.complaint}; {error.cure}") from None
+    return description.stored, parts
+
+
+def _shaped(codes: TensorInfo, stored: Format, shape: tuple[int, int]) -> TensorInfo:
+    """``codes`` in the shape of those of a matrix of ``shape``, whatever words the bytes were stored as; as it is, if
+    it has not as many bytes."""
+    rows, columns = shape
+    row_bytes = columns * stored.bits // 8
+    fits = codes.nbytes == rows * row_bytes
+    return replace(codes, dtype=stored.codes, shape=(rows, row_bytes)) if fits else codes
+
+
+def _derived(tensors: Mapping[str, TensorInfo], module: str, how: DerivedScales) -> dict[str, TensorInfo]:
+    """The scales of ``module`` that are computed as ``how`` says, of tensors that have the sizes for it."""
+    count = -(-how.count // how.repeats)
+    stored = _sized(tensors, module, how.suffix, "U8" if how.table else "F32", count)
+    derivation = Derivation(
+        stored=stored,
+        factor=how.factor,
+        table=_sized(tensors, module, how.table, "F32", _TABLE) if how.table else None,
+        scales=_sized(tensors, module, how.scales, "F32", -(-count // how.block)) if how.table else None,
+        block=how.block,
+        offset=how.offset,
+        repeats=how.repeats,
+    )
+    scales = replace(stored, dtype="F32", shape=(how.count,), offset=0, nbytes=4 * how.count, derived=derivation)
+    return {stored.name: scales}
+
+
+def _sized(tensors: Mapping[str, TensorInfo], module: str, suffix: str, dtype: str, count: int) -> TensorInfo:
+    """The tensor of ``count`` numbers of ``dtype``; raises DescriptionError without one."""
+    if (info := tensors.get(module + suffix)) is None:
+        raise DescriptionError(suffix, "is missing")
+    if info.dtype != dtype or math.prod(info.shape) != count:
+        shape = f"has dtype {info.dtype} and shape {list(info.shape)}"
+        raise DescriptionError(suffix, f"{shape}, and the matrix needs {count:,} numbers {dtype} there")
+    return info
 
 
 def _size(tensors: Mapping[str, TensorInfo], module: str, codes: TensorInfo, stored: Format) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moelight.formats.bitsandbytes import NUMBERS
+from moelight.formats.bitsandbytes import CODE_VALUES
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
 from tests.weights.packers import pack_awq, pack_gptq, pack_rows, unpacked
@@ -132,16 +132,16 @@ BLOCK = 64  # of bitsandbytes: numbers of a matrix, whatever its rows
 _NESTED_BLOCK = 256
 
 
-def _bitsandbytes(numbers: str, *, nested: bool) -> Method:
+def _bitsandbytes(code_type: str, *, nested: bool) -> Method:
     """Of transformers 4: routers and experts are linear layers. ``nested``: magnitudes of blocks are codes, too."""
-    table, state = torch.tensor(NUMBERS[numbers]), f".weight.quant_state.bitsandbytes__{numbers}"
+    table, state = torch.tensor(CODE_VALUES[code_type]), f".weight.quant_state.bitsandbytes__{code_type}"
 
     def pack(weight: Tensor) -> dict[str, Tensor]:
         flat = weight.float().flatten()
         blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
         largest = blocks.abs().amax(1)
         codes = (blocks / largest.clamp_min(1e-9)[:, None]).flatten()[: len(flat), None].sub(table).abs().argmin(1)
-        says: dict[str, Any] = {"quant_type": numbers, "blocksize": BLOCK, "shape": list(weight.shape)}
+        says: dict[str, Any] = {"quant_type": code_type, "blocksize": BLOCK, "shape": list(weight.shape)}
         parts = {
             ".weight": (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
             ".weight.quant_map": table.clone(),
@@ -169,7 +169,7 @@ def _bitsandbytes(numbers: str, *, nested: bool) -> Method:
         codes = torch.cat((pairs >> 4, pairs & 15), 1).flatten()
         return (table[codes] * scales.repeat_interleave(BLOCK)[: len(codes)]).view(says["shape"])
 
-    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": numbers}
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": code_type}
     return Method(config, pack, values)
 
 
@@ -238,7 +238,7 @@ def quantise(source: Path, out: Path, method: Method, packs: Callable[[str], Pac
 
 
 def quantise_stacks(source: Path, out: Path) -> tuple[Path, Path]:
-    """A gpt_oss checkpoint ``source`` with random experts in MXFP4, as released, and one of their numbers, which are
+    """A gpt_oss checkpoint ``source`` with random experts in MXFP4, as released, and one of their code_type, which are
     transformers' own."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -124,9 +124,9 @@ def test_parts_of_a_page_are_those_of_the_whole(tmp_path: Path) -> None:
     quantised, _ = quantise(source, tmp_path, METHODS["nf4"])
     weight_map, page = open_model(str(quantised)).weight_map, Page(layer=1, expert=2)
     size = weight_map.experts.bytes_of(page)
-    whole, parts = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    page_bytes, parts = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     with PageReader(weight_map, torch.float32) as reader:
-        assert reader.start(page, whole) is None
+        assert reader.start(page, page_bytes) is None
         for begin in range(0, size, 1008):
             assert reader.start(page, parts[begin : begin + 1008], begin) is None
-    assert torch.equal(whole, parts)
+    assert torch.equal(page_bytes, parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelight.formats.bitsandbytes import NUMBERS, BitsAndBytesFormat
+from moelight.formats.bitsandbytes import CODE_VALUES, BitsAndBytesFormat
 from moelight.kernels.formats.reference import Reference, Tensors, group_of
 
 
@@ -15,5 +15,5 @@ class BitsAndBytesReference(Reference):
     def values(self, stored: BitsAndBytesFormat, tensors: Tensors, begin: int, end: int, columns: int) -> Tensor:
         pairs, scales = (tensors[name][begin:end] for name in stored.names)
         codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).view(end - begin, columns)
-        numbers = torch.tensor(NUMBERS[stored.numbers], device=pairs.device)
-        return numbers[codes.int()] * scales.float()[:, group_of(stored, columns, pairs.device)]
+        table = torch.tensor(CODE_VALUES[stored.code_type], device=pairs.device)
+        return table[codes.int()] * scales.float()[:, group_of(stored, columns, pairs.device)]

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 
 torch.manual_seed(3)
 tensors = {}
-for numbers, rows, columns, nested in (("nf4", 130, 128, True), ("fp4", 6, 96, False)):
-    layer = Linear4bit(columns, rows, bias=False, quant_type=numbers, compress_statistics=nested).to("cpu")
+for code_type, rows, columns, nested in (("nf4", 130, 128, True), ("fp4", 6, 96, False)):
+    layer = Linear4bit(columns, rows, bias=False, quant_type=code_type, compress_statistics=nested).to("cpu")
     layer.weight = type(layer.weight)(
-        torch.randn(rows, columns) * 0.2, requires_grad=False, quant_type=numbers, compress_statistics=nested
+        torch.randn(rows, columns) * 0.2, requires_grad=False, quant_type=code_type, compress_statistics=nested
     ).to("cpu")
-    tensors |= {f"{numbers}.{name}": tensor for name, tensor in layer.state_dict().items()}
-    tensors[f"{numbers}.values"] = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)[-6:]
+    tensors |= {f"{code_type}.{name}": tensor for name, tensor in layer.state_dict().items()}
+    tensors[f"{code_type}.values"] = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)[-6:]
 eight = Linear8bitLt(64, 4, bias=False, has_fp16_weights=False)
 eight.load_state_dict({"weight": torch.randn(4, 64) * 0.2})
 eight = eight.to("cpu")
