@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ _READ_BY_TRANSFORMERS = ("config.json", "tokenizer_config.json", "special_tokens
 _PROBES = ("The quick brown fox", "two  blanks", "a\n\tb", "é 世 🦊")
 _ORDINARY = "The quick brown fox jumps over the lazy dog"  # enough to reveal a pattern that backtracks for ever
 _GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_TEMPLATE = "tokenizer.chat_template"
 _LEAST_CONTEXT, _MOST_CONTEXT = 4, 24  # tokens before a text that affect how it begins
 _LETTERS = 4  # per token of an ordinary text; a text with fewer letters than this per allowed token is encoded at once
 _LONG_LETTERS = 1 << 16  # texts this long take so long to encode that silencing the library's stderr pays
@@ -107,10 +109,14 @@ class Tokenizer:
     def from_gguf(cls, path: Path, chat_template: Path | None = None) -> Tokenizer:
         """The tokenizer in the metadata of the GGUF file ``path``, with its chat template unless ``chat_template`` is
         given. Raises CheckpointError if the file is damaged, has none, or one of an unknown kind."""
-        metadata = read_gguf(path).metadata
+        return cls.from_metadata(read_gguf(path).metadata, str(path), chat_template)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any], where: str, chat_template: Path | None = None) -> Tokenizer:
+        """As `from_gguf`, of ``metadata`` that were read ``where``."""
 
         def unusable(reason: str) -> CheckpointError:
-            return CheckpointError(f"{path}: its vocabulary is no usable tokenizer: {reason}")
+            return CheckpointError(f"{where}: its vocabulary is no usable tokenizer: {reason}")
 
         with _library_errors(unusable, quiet=True):
             vocabulary = read_vocabulary(metadata)
@@ -119,16 +125,25 @@ class Tokenizer:
                 for role, key in _GGUF_ROLES.items()
                 if key in vocabulary.roles
             }
-            text = metadata.get("tokenizer.chat_template")
             template: ChatTemplate | None
             if chat_template is not None:
                 template = ChatTemplate.from_file(chat_template, special_tokens=named)
             else:
-                template = ChatTemplate({DEFAULT: text}, special_tokens=named) if isinstance(text, str) else None
+                sources = _templates_in(metadata)
+                template = ChatTemplate(sources, special_tokens=named) if sources else None
             inner = _of_vocabulary(vocabulary)
             for probe in (*_PROBES, _ORDINARY):
                 inner.decode(inner.encode(probe).ids)
             return cls(inner, template=template, eos_token_ids=vocabulary.end_token_ids, named=named)
+
+    def description(self) -> dict[str, Any]:
+        """The tokenizer as ``tokenizer.json`` would have it."""
+        return cast("dict[str, Any]", json.loads(self._inner.to_str()))
+
+    def pieces(self, text: str) -> list[str]:
+        """The pieces of ``text`` within which tokens are merged, as the tokenizer spells them."""
+        pre = self._inner.pre_tokenizer
+        return [text] if pre is None else [piece for piece, _ in pre.pre_tokenize_str(text)]
 
     @property
     def vocab_size(self) -> int:
@@ -346,7 +361,14 @@ def _scored_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> Iterat
                 yield text[:cut], text[cut:]
 
 
-def _pieces(pre: PreTokenizer, tokens: Sequence[str]) -> Any:
+def _templates_in(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a GGUF file by name."""
+    names = {DEFAULT: _TEMPLATE}
+    names |= {key.removeprefix(f"{_TEMPLATE}."): key for key in metadata if key.startswith(f"{_TEMPLATE}.")}
+    return {name: text for name, key in names.items() if isinstance(text := metadata.get(key), str)}
+
+
+def gguf_pieces(pre: PreTokenizer, tokens: Sequence[str]) -> Any:
     """The pieces of a text within which tokens are merged. No merge crosses a byte that none of ``tokens`` has."""
     from tokenizers import Regex, pre_tokenizers
 
@@ -369,7 +391,7 @@ def _add_steps(inner: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
         steps = [normalizers.Prepend(_BLANK)] if vocabulary.adds_space_prefix else []
         inner.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _BLANK)])
     if pre is not None:
-        inner.pre_tokenizer = _pieces(pre, vocabulary.tokens)
+        inner.pre_tokenizer = gguf_pieces(pre, vocabulary.tokens)
     if pre is not None and pre.byte_level:
         inner.decoder = decoders.ByteLevel()
         return

@@ -26,7 +26,7 @@ from moelight.models.pages import PagedExperts
 from moelight.profiles.families import FAMILIES, profile_from_dir
 from moelight.profiles.gguf import GGUFFile, read_gguf
 from moelight.profiles.gguf_families import GraphArchitecture, architecture_of
-from moelight.profiles.gguf_models import open_gguf
+from moelight.profiles.gguf_models import GGUFModel, open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, not_computed
 from moelight.profiles.quantization import read_quantization, with_stored
@@ -54,6 +54,27 @@ def open_model(model: str) -> OpenCheckpoint:
     if ours and not not_computed(profile_from_dir(directory)):
         return open_checkpoint(model)
     return _open_graph(directory)
+
+
+def graph_source(path: Path) -> tuple[GraphModel, Checkpoint]:
+    """The checkpoint in the directory, or the GGUF file, ``path`` as one of plain matrices, and the module graph whose
+    parameters it holds, whether or not moelight computes the family itself. Raises as `_graph_of`."""
+    if path.suffix != GGUF:
+        model = GraphModel(on_meta(read_config(path)))
+        return model, matrices_of(path, model)
+    contents = read_gguf(path)
+    name, row = architecture_of(contents)
+    if isinstance(row, GraphArchitecture):
+        model = GraphModel(on_meta(config_of(config_values_of(contents, name, row), where=str(path))))
+        return model, graph_checkpoint(contents, name, row, model)
+    return _graph_of_native(open_gguf(path), str(path))
+
+
+def _graph_of_native(file: GGUFModel, where: str) -> tuple[GraphModel, Checkpoint]:
+    model = GraphModel(on_meta(config_of(dict(file.config.values), where=where)))
+    state = model.module.state_dict()
+    rename, _ = renamer(model.module, state)
+    return model, gguf_checkpoint(file, lambda name: rename(name)[0] in state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +118,8 @@ def _open_gguf(path: Path) -> OpenCheckpoint:
     if not not_computed(file.profile):
         weight_map = locate(gguf_checkpoint(file), file.profile)
         return as_stored(OpenCheckpoint(directory=path, profile=file.profile, weight_map=weight_map))
-    values = dict(file.config.values)
-    config = config_of(values, where=str(path))
-    model = GraphModel(on_meta(config))
-    state = model.module.state_dict()
-    rename, _ = renamer(model.module, state)
-    checkpoint = gguf_checkpoint(file, lambda name: rename(name)[0] in state)
-    opened = _graph_of(config, model, checkpoint, json.dumps(values), path.stem, path)
+    model, checkpoint = _graph_of_native(file, str(path))
+    opened = _graph_of(model.config, model, checkpoint, json.dumps(dict(file.config.values)), path.stem, path)
     return as_stored(replace(opened, profile=replace(opened.profile, stored=file.profile.stored)))
 
 

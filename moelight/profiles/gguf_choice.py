@@ -99,6 +99,7 @@ def gguf_in(directory: Path, tag: str) -> Path | None:
             path.relative_to(directory).as_posix()
             for pattern in (f"*{GGUF}", f"[!.]*/*{GGUF}")
             for path in directory.glob(pattern)
+            if not path.name.startswith(".")
         ]
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be listed ({error.strerror or error})") from None

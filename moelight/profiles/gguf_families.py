@@ -154,6 +154,8 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
     read = {*FIELDS, *_READ_ELSEWHERE, *row.keys}
     if (left := next((key for key in keys.names() if key not in read), None)) is not None:
         raise keys.error(f"the metadata key {name}.{left} is not read of this architecture; use safetensors")
+    if head_dim != hidden // heads:
+        fields = {"head_dim": head_dim, **fields}  # read by families whose configs do not list it
     values = {key: value for key, value in values.items() if has(key)} | fields
     return {"model_type": row.model_type, "dtype": DTYPE} | values
 

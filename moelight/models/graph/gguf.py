@@ -109,6 +109,14 @@ def with_stored_bytes(file: GGUFFile, profile: ModelProfile) -> ModelProfile:
     return replace(profile, stored=StoredWeights.of(label, label, sizes, elements, dense, (), reasons))
 
 
+def names_in_file(name: str, row: GraphArchitecture, model: GraphModel) -> dict[str, str]:
+    """By parameter of ``model`` outside experts, the name of the tensor that holds it in files of the architecture
+    ``name``: the inverse of `graph_checkpoint`."""
+    metadata = {f"{name}.block_count": model.config.num_hidden_layers}
+    names = _Names(GGUFFile(path=Path(name), metadata=metadata, tensors={}), name, row, model)
+    return names.by_parameter()
+
+
 class _Names:
     """Finds the parameters of one file's tensors."""
 
@@ -156,6 +164,18 @@ class _Names:
             return
         rows = list(self._fused(tensor, part, layer))
         yield from rows or [self.as_stored(tensor)]
+
+    def by_parameter(self) -> dict[str, str]:
+        """The name in the file of each parameter that has one of its own."""
+        result: dict[str, str] = {}
+        for base in self._spellings:
+            block = _BLOCK.fullmatch(base)
+            layer, part = (int(block["layer"]), block["part"]) if block else (-1, base)
+            for kind in ("weight", "bias"):
+                spelling = self._find(f"{base}.{kind}", f"{part}.{kind}", layer)
+                if spelling is not None:
+                    result.setdefault(self._rename(spelling)[0], f"{base}.{kind}")
+        return result
 
     def _joined(self, name: str, parts: list[str]) -> TensorInfo:
         """The matrix ``name`` that is stored as the tensors ``parts``, its rows one after another."""

@@ -166,6 +166,56 @@ def weights_in(checkpoint: Checkpoint, model: Model) -> GraphWeightMap:
     return _Audit(checkpoint, model, conversion).weight_map()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredValues:
+    """The stored numbers of a model by parameter.
+
+    Attributes:
+        parameters: outside experts, by a name in the module; of tied ones the first that is stored.
+        experts: of each layer by its number in the names of parameters, the matrices and biases of each expert
+            (``gate``, ``up``, ``down``, ``gate_bias``, ...), upright.
+    """
+
+    parameters: Mapping[str, Tiled]
+    experts: Mapping[int, Sequence[Mapping[str, Tiled]]]
+
+    @property
+    def files(self) -> set[Path]:
+        """The files that hold them."""
+        experts = (tensor for rows in self.experts.values() for row in rows for tensor in row.values())
+        tensors = (*self.parameters.values(), *experts)
+        return {box.info.file for tensor in tensors for box in tensor.boxes}
+
+
+def stored_values(checkpoint: Checkpoint, model: Model) -> StoredValues:
+    """The numbers of all parameters of ``model`` in a ``checkpoint`` of plain matrices; raises as `locate_weights`."""
+    conversion = _Conversion(checkpoint, model.module)
+    audit = _Audit(checkpoint, model, conversion)
+    audit.weight_map()
+    experts = {}
+    for _, form, paths in paged(model):
+        rows = audit.experts_of(form, paths)
+        assert rows is not None, "the audit has raised"
+        experts[int(layer_of(next(iter(paths.values()))).rpartition(".")[2])] = rows
+    of_experts = {path for _, _, paths in paged(model) for path in paths.values()}
+    state = model.module.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    parameters = {}
+    for name, tensor in conversion.tensors.items():
+        if name not in of_experts and id(state[name]) not in seen:
+            seen.add(id(state[name]))
+            parameters[name] = tensor
+    return StoredValues(parameters=parameters, experts=experts)
+
+
+def read_values(reader: TensorReader, tensor: Tiled) -> Tensor:
+    """The numbers of ``tensor`` in float32."""
+    result = torch.empty(tensor.shape)
+    for box in tensor.boxes:
+        _read(reader, box, result, torch.float32)
+    return result
+
+
 @dataclass(slots=True)
 class _Sources:
     """The stored tensors of one group of parameters: alone under ``None``, or by the pattern of a conversion."""
@@ -347,7 +397,7 @@ class _Audit:
         places: dict[int, Places] = {}
         pages: dict[Page, tuple[TensorInfo, ...]] = {}
         for layer, form, paths in self._paged:
-            rows = self._experts(form, paths)
+            rows = self.experts_of(form, paths)
             if rows and (laid_out := self._laid_out(rows)):
                 places[layer] = laid_out[0]
                 pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(laid_out[1])})
@@ -517,7 +567,7 @@ class _Audit:
         self._faults.add(f"{infos[0].file}: {subject}, but config.json asks for {list(shapes[0])}")
         return False
 
-    def _experts(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Tiled]] | None:
+    def experts_of(self, form: ExpertForm, paths: Mapping[str, str]) -> list[dict[str, Tiled]] | None:
         """The matrices of each expert by their names in `Places`, cut from the parameters ``paths`` of the module
         or stored one by one; None, and faults, if they are not as they should."""
         if loose := self._loose.get(layer_of(next(iter(paths.values())))):
