@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moelight.cli.options import argument, option, with_options
+from moelight.cli.options import argument, option, refuse_beside, with_options
 from moelight.cli.tables import say_missing_kernels
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import GB, format_bytes, parse_bytes
@@ -16,68 +17,128 @@ if TYPE_CHECKING:
     from moelight.convert.checkpoint import Converted
 
 _DENSE = ("keep", "int8")
+_COMPRESSED, _GGUF = "compressed-tensors", "gguf"
+_OF_CHECKPOINTS = (
+    "experts",
+    "group_size",
+    "dense",
+    "keep",
+    "expert_profile",
+    "calibrate",
+    "host_memory",
+    "shard_size",
+)
+_TARGETS = (_COMPRESSED, _GGUF)
 _EVERY_S = 10.0
 
 
-@with_options()
-def convert(
-    *,
+@dataclass(frozen=True, kw_only=True)
+class ConvertArguments:
+    """The options of ``moelight convert``, as given."""
+
     model: str = argument(
         "MODEL", "Model to convert, not quantised: a directory, a Hugging Face hub id, or demo (bundled)."
-    ),
-    output: Path = argument("OUT", "Directory to create for the converted checkpoint."),
-    experts: str = option("Format of the experts: int4, int8, mxfp4 or fp8.", metavar="FORMAT", default="int4"),
+    )
+    output: Path = argument("OUT", "Directory to create for the converted checkpoint, or GGUF file (OUT.gguf).")
+    to: str = option(
+        "Format to write: compressed-tensors, or gguf (a file that llama.cpp reads).",
+        metavar="compressed-tensors|gguf",
+        default=_COMPRESSED,
+    )
+    file_type: str | None = option(
+        "File type of a GGUF file, as llama.cpp calls it.", "--type", metavar="Q4_K_M|Q8_0|..."
+    )
+    experts: str | None = option("Format of the experts: int4, int8, mxfp4 or fp8; defaults to int4.", metavar="FORMAT")
     group_size: int | None = option(
         "Number of weights per scale: 32, 64 or 128; defaults to 128 for int4 and to a row for int8.", min=1
-    ),
-    dense: str = option(
-        "keep, or int8 to quantise attention projections, shared experts and dense layers too, one scale per row.",
+    )
+    dense: str | None = option(
+        "keep, or int8 to quantise attention projections, shared experts and dense layers too, one scale per row; "
+        "defaults to keep.",
         metavar="keep|int8",
-        default="keep",
-    ),
+    )
     keep: str | None = option(
         "Percentage of the experts, the most frequently used, to leave unquantised.", metavar="PERCENT%"
-    ),
+    )
     expert_profile: Path | None = option(
         "Expert profile that ranks experts by use, as written by generate --save-expert-profile.", metavar="FILE.json"
-    ),
-    calibrate: Path | None = option("Calibration prompts for int4 and int8 experts.", metavar="PROMPTS.jsonl"),
-    host_memory: int | None = option("Maximum host memory of the calibration run.", metavar="SIZE"),
-    shard_size: str = option("Maximum size of a checkpoint file.", metavar="SIZE", default="4GiB"),
-) -> None:
+    )
+    calibrate: Path | None = option("Calibration prompts for int4 and int8 experts.", metavar="PROMPTS.jsonl")
+    host_memory: int | None = option("Maximum host memory of the calibration run.", metavar="SIZE")
+    shard_size: str | None = option("Maximum size of a checkpoint file; defaults to 4GiB.", metavar="SIZE")
+
+
+@with_options()
+def convert(arguments: ConvertArguments) -> None:
     """Write MODEL again with rounded experts, in a quarter to half of the bytes.
 
     Numbers are rounded to nearest, and written as compressed-tensors, which vLLM and transformers read; everything else
-    is copied. Run again, the same command goes on where it was interrupted.
+    is copied. With --to gguf all of the model, dense ones too, is written as one GGUF file with its tokenizer and chat
+    template. Run again, the same command goes on where it was interrupted.
     """
+    to = arguments.to
+    if to not in _TARGETS:
+        raise ConfigError(f"--to {to!r} is not one of {', '.join(_TARGETS)}{did_you_mean(to, _TARGETS)}")
+    if to == _GGUF:
+        _write_gguf(arguments)
+        return
+    if arguments.file_type is not None:
+        raise ConfigError("--type is the type of a GGUF file; give --to gguf, too")
+    _write_rounded(arguments)
+
+
+def _write_rounded(arguments: ConvertArguments) -> None:
+    """Write a checkpoint with rounded experts."""
     from moelight.convert.checkpoint import ConvertOptions, convert_checkpoint
     from moelight.engine.options import EngineOptions
     from moelight.formats.compressed_tensors import GROUPS, ROUNDED, Rounding
     from moelight.formats.registry import similar_format
 
+    experts, dense, group_size = arguments.experts or "int4", arguments.dense or "keep", arguments.group_size
     if experts not in ROUNDED:
         raise ConfigError(f"--experts {experts!r} is not one of {', '.join(ROUNDED)}{similar_format(experts, ROUNDED)}")
     if dense not in _DENSE:
         raise ConfigError(f"--dense {dense!r} is not one of {', '.join(_DENSE)}{did_you_mean(dense, _DENSE)}")
     if group_size is not None and group_size not in GROUPS:
         raise ConfigError(f"--group-size {group_size} is not one of {', '.join(map(str, GROUPS))}")
-    _check_together(keep, expert_profile, host_memory, calibrate)
+    keep, host_memory, calibrate = arguments.keep, arguments.host_memory, arguments.calibrate
+    _check_together(keep, arguments.expert_profile, host_memory, calibrate)
     say_missing_kernels()
     options = ConvertOptions(
-        model=model,
-        output=output,
+        model=arguments.model,
+        output=arguments.output,
         experts=Rounding.of(experts, group_size),
         dense=Rounding.of(dense) if dense != "keep" else None,
-        shard_bytes=parse_bytes(shard_size, label="--shard-size"),
+        shard_bytes=parse_bytes(arguments.shard_size or "4GiB", label="--shard-size"),
         keep=0.0 if keep is None else _share(keep),
-        expert_profile=expert_profile,
+        expert_profile=arguments.expert_profile,
         calibrate=calibrate,
         engine=EngineOptions(device="cpu", host_memory=host_memory),
     )
     converted = convert_checkpoint(options, lines := _ProgressLine(), _calibrating)
     for name in converted.left_out:
         print(f"not copied: {name}", file=sys.stderr)
-    print(end_words(converted, output, time.monotonic() - lines.began))
+    print(end_words(converted, arguments.output, time.monotonic() - lines.began))
+
+
+def _write_gguf(arguments: ConvertArguments) -> None:
+    """Write a GGUF file."""
+    from moelight.convert.gguf_file import GGUFOptions, convert_to_gguf
+    from moelight.convert.gguf_types import FILE_TYPES
+    from moelight.convert.gguf_types import file_type as checked
+
+    refuse_beside("--to gguf", arguments, _OF_CHECKPOINTS, "a GGUF file has a --type")
+    if arguments.file_type is None:
+        raise ConfigError(f"--to gguf needs a --type: {', '.join(FILE_TYPES)}")
+    output = arguments.output
+    options = GGUFOptions(model=arguments.model, output=output, file_type=checked(arguments.file_type))
+    result = convert_to_gguf(options, lines := _ProgressLine())
+    types = ", ".join(
+        f"{name} {format_bytes(nbytes)}" for name, nbytes in sorted(result.types.items(), key=lambda item: -item[1])
+    )
+    before = f", {result.tensors_before} of {result.tensors} tensors were there" if result.tensors_before else ""
+    seconds = time.monotonic() - lines.began
+    print(f"{output}: {format_bytes(result.nbytes)} ({types}), {result.tensors} tensors; {seconds:.1f} s{before}")
 
 
 def _check_together(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moelight.convert.gguf_metadata import WrittenFamily, check_read_back, metadata_of, written_family
-from moelight.convert.gguf_types import Mixture, bytes_of
+from moelight.convert.gguf_types import Mixture, tensor_bytes
 from moelight.core.errors import ConfigError
 from moelight.models.checkpoints import graph_source
 from moelight.models.graph.gguf import names_in_file
@@ -37,7 +37,7 @@ class GGUFTensor:
         kind: its ggml type.
         shape: the outermost dimension first.
         parts: matrices, or rows, that make it one behind the other.
-        numbers: all of it, instead of ``parts``.
+        constant: all of its numbers, instead of ``parts``.
         heads: of queries or keys whose halves are to be interleaved; 0: rows stay as they are.
         stored_as: the function of the numbers that is stored, as of `weights.tensor_info.StoredMatrix`.
     """
@@ -46,13 +46,13 @@ class GGUFTensor:
     kind: str
     shape: tuple[int, ...]
     parts: tuple[Tiled, ...] = ()
-    numbers: Tensor | None = None
+    constant: Tensor | None = None
     heads: int = 0
     stored_as: str = ""
 
     @property
     def nbytes(self) -> int:
-        return bytes_of(self.kind, self.shape)
+        return tensor_bytes(self.kind, self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +80,8 @@ def contents_of(path: Path, file_type: str) -> GGUFContents:
     family = written_family(config, where=where)
     values = stored_values(checkpoint, model)
     keys = metadata_of(config, family)
-    sorting = _Sorting(model, family, values, where)
-    shapes = {entry.name: entry for entry in sorting.tensors()}
+    entries = _TensorsInFile(model, family, values, where).tensors()
+    shapes = {entry.name: entry for entry in entries}
     check_read_back(config, family, keys, shapes, where=where)
     mixture = Mixture(
         name=file_type,
@@ -96,17 +96,7 @@ def contents_of(path: Path, file_type: str) -> GGUFContents:
     tensors = []
     for entry in sorted(shapes.values(), key=_order):
         kind = mixture.type_of(entry.name, entry.shape)
-        tensors.append(
-            GGUFTensor(
-                name=entry.name,
-                kind=kind,
-                shape=entry.shape,
-                parts=entry.parts,
-                numbers=entry.numbers,
-                heads=entry.heads,
-                stored_as=entry.stored_as,
-            )
-        )
+        tensors.append(replace(entry, kind=kind))
     return GGUFContents(
         architecture=family.architecture,
         keys=keys,
@@ -123,7 +113,7 @@ def _order(tensor: GGUFTensor) -> tuple[int, int, str]:
     return int(match[1]), 0, match[2]
 
 
-class _Sorting:
+class _TensorsInFile:
     """The tensors of a file, without types, of the parameters of a model."""
 
     def __init__(self, model: GraphModel, family: WrittenFamily, values: StoredValues, where: str) -> None:
@@ -148,8 +138,8 @@ class _Sorting:
                 yield self._tensor(name, (len(parts), *parts[0].shape), parts)
         rope = getattr(self._config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "llama3":
-            numbers = _rotary_factors(self._model, rope["rope_theta"])
-            yield GGUFTensor(name=_ROPE_FACTORS, kind="F32", shape=tuple(numbers.shape), numbers=numbers)
+            factors = _rotary_factors(self._model, rope["rope_theta"])
+            yield GGUFTensor(name=_ROPE_FACTORS, kind="F32", shape=tuple(factors.shape), constant=factors)
 
     def _dense(self, name: str, tensor: Tiled) -> Iterator[GGUFTensor]:
         if name.endswith(".attn_kv_b.weight"):

@@ -33,7 +33,7 @@ from moelight.core.small_files import read_object
 from moelight.core.units import format_bytes
 from moelight.engine.tokenizer import Tokenizer
 from moelight.models.checkpoints import open_model
-from moelight.models.graph.weights import read_values
+from moelight.models.graph.weights import stored_numbers
 from moelight.profiles.gguf import read_gguf
 from moelight.profiles.gguf_config import hf_rows
 from moelight.weights.boxes import Tiled
@@ -248,38 +248,38 @@ def _write(
 
 def _blocks(reader: TensorReader, tensor: GGUFTensor) -> Iterator[Tensor]:
     """The bytes of ``tensor`` in order, uint8 each."""
-    if tensor.numbers is not None:
-        yield tensor.numbers.float().contiguous().view(torch.uint8).flatten()
+    if tensor.constant is not None:
+        yield tensor.constant.float().contiguous().view(torch.uint8).flatten()
         return
     for part in tensor.parts:
         for values in _rows(reader, part, tensor.heads):
-            numbers = _FUNCTIONS[tensor.stored_as](values)
-            if not bool(torch.isfinite(numbers).all()):
+            stored = _FUNCTIONS[tensor.stored_as](values)
+            if not bool(torch.isfinite(stored).all()):
                 info = part.boxes[0].info
                 raise CheckpointError(
                     f"{info.file}: tensor {info.name!r} holds numbers that are not finite; fetch the checkpoint again"
                 )
-            yield rounded(numbers, tensor.kind).flatten()
+            yield ggml_blocks(stored, tensor.kind).flatten()
 
 
 def _rows(reader: TensorReader, part: Tiled, heads: int) -> Iterator[Tensor]:
     """The rows of ``part`` in float32 [rows, columns], some at a time; those of queries and keys all at once, their
     halves interleaved."""
     if heads:
-        values = read_values(reader, part)
+        values = stored_numbers(reader, part)
         order = torch.tensor(hf_rows(len(values), heads)).argsort()
         yield values[order].view(1 if values.dim() == 1 else len(values), -1)
         return
     if len(part.shape) == 1:
-        yield read_values(reader, part).unsqueeze(0)
+        yield stored_numbers(reader, part).unsqueeze(0)
         return
     rows, columns = part.shape[0], math.prod(part.shape[1:])
     step = max(1, _CHUNK // columns // _LINES) * _LINES
     for begin in range(0, rows, step):
-        yield read_values(reader, part.slice(0, begin, min(begin + step, rows))).view(-1, columns)
+        yield stored_numbers(reader, part.slice(0, begin, min(begin + step, rows))).view(-1, columns)
 
 
-def rounded(values: Tensor, kind: str) -> Tensor:
+def ggml_blocks(values: Tensor, kind: str) -> Tensor:
     """``values`` float32 [rows, columns] in the ggml type ``kind``, uint8 [rows, bytes]."""
     import gguf
 

@@ -304,6 +304,6 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(_same, first, second))
     if isinstance(first, float) or isinstance(second, float):
-        numbers = isinstance(first, int | float) and isinstance(second, int | float)
-        return numbers and math.isclose(first, second, rel_tol=_CLOSE, abs_tol=_CLOSE**2)
+        comparable = isinstance(first, int | float) and isinstance(second, int | float)
+        return comparable and math.isclose(first, second, rel_tol=_CLOSE, abs_tol=_CLOSE**2)
     return bool(first == second)

@@ -59,7 +59,7 @@ def file_type(name: str) -> str:
     raise ConfigError(f"--type {name!r} {reason}{did_you_mean(upper, FILE_TYPES)}; known: {', '.join(FILE_TYPES)}")
 
 
-def bytes_of(kind: str, shape: tuple[int, ...]) -> int:
+def tensor_bytes(kind: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor of ``shape`` in the ggml type ``kind``."""
     return math.prod(shape) // _BLOCK_OF[kind] * _BYTES_OF[kind]
 

@@ -181,10 +181,10 @@ def _q6_k(x: Tensor) -> Tensor:
 def _pairs_of_bits(codes: Tensor) -> Tensor:
     """``codes`` uint8 [n, 256], two bits each, in bytes [n, 64]."""
     quarters = codes.view(-1, 2, 4, 32)
-    return sum_of_parts([quarters[:, :, part] << (2 * part) for part in range(4)]).flatten(1)
+    return _combined([quarters[:, :, part] << (2 * part) for part in range(4)]).flatten(1)
 
 
-def sum_of_parts(parts: list[Tensor]) -> Tensor:
+def _combined(parts: list[Tensor]) -> Tensor:
     """Bits of ``parts``, no two of which overlap, in one."""
     result = parts[0]
     for part in parts[1:]:
@@ -212,13 +212,13 @@ def _q3_k(x: Tensor) -> Tensor:
     effective = d.float()[:, None] * (scales - 32)
     codes = (_codes(groups, effective, None, -4, 3) + 4).byte().view(-1, BLOCK)
     eighths = (codes > 3).byte().view(-1, 8, 32)
-    mask = sum_of_parts([eighths[:, part] << part for part in range(8)])
+    mask = _combined([eighths[:, part] << part for part in range(8)])
     stored = scales.byte()
     fours = (stored >> 4).view(-1, 4, 4)
     packed = torch.cat(
         (
             (stored[:, :8] & 15) | ((stored[:, 8:] & 15) << 4),
-            sum_of_parts([fours[:, part] << (2 * part) for part in range(4)]),
+            _combined([fours[:, part] << (2 * part) for part in range(4)]),
         ),
         dim=1,
     )

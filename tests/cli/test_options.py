@@ -165,6 +165,8 @@ OPTIONS = {
     "convert": {
         "MODEL",
         "OUT",
+        "--to",
+        "--type",
         "--experts",
         "--group-size",
         "--dense",

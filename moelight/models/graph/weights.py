@@ -208,7 +208,7 @@ def stored_values(checkpoint: Checkpoint, model: Model) -> StoredValues:
     return StoredValues(parameters=parameters, experts=experts)
 
 
-def read_values(reader: TensorReader, tensor: Tiled) -> Tensor:
+def stored_numbers(reader: TensorReader, tensor: Tiled) -> Tensor:
     """The numbers of ``tensor`` in float32."""
     result = torch.empty(tensor.shape)
     for box in tensor.boxes:
