@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC) $(wildcard 
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough ci compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf arm bench-kernels gpu wheels shown docs check format size clean
+.PHONY: help demo test thorough ci compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm bench-kernels gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -123,6 +123,16 @@ gguf: $(STAMP)  ## compare GGUF files of llama.cpp's converter with transformers
 	  --no-build-isolation --no-binary llama-cpp-python --dest $(LLAMACPP_DIR) llama-cpp-python==$(LLAMACPP) && \
 	  tar -xzf $(LLAMACPP_SOURCE).tar.gz -C $(LLAMACPP_DIR); }
 	$(BIN)/python -m tests.engine.gguf_architectures --source $(LLAMACPP_SOURCE) $(ARGS)
+
+gguf-peer: $(LLAMACPP_DIR)/.computing  ## compare GGUF files that convert writes with llama.cpp, which is built; ARGS; no part of CI
+	LLAMA_CPP_LIB_PATH=$(CURDIR)/$(LLAMACPP_DIR)/computing/bin $(LLAMACPP_DIR)/bin/python -m tests.convert.gguf_peer $(ARGS)
+
+$(LLAMACPP_DIR)/.computing: $(LLAMACPP_DIR)/.installed
+	@PATH=$(CURDIR)/$(BIN):$$PATH cmake -S $(LLAMACPP_SOURCE)/vendor/llama.cpp -B $(@D)/computing -G Ninja \
+	  -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=OFF \
+	  -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF > $(@D)/computing.log
+	@PATH=$(CURDIR)/$(BIN):$$PATH nice cmake --build $(@D)/computing --target llama >> $(@D)/computing.log
+	@touch $@
 
 $(LLAMACPP_DIR)/.installed: $(STAMP)
 	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
