@@ -83,8 +83,8 @@ def test_k_types_round_well_and_again_to_nearly_the_same(kind: str, share: float
     values[5] *= torch.linspace(0, 100, 512)
     number = gguf.GGMLQuantizationType[kind]
 
-    def rounded(numbers: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(dequantize(quantize_k(numbers, kind).numpy(), number))
+    def rounded(weights: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(dequantize(quantize_k(weights, kind).numpy(), number))
 
     once = rounded(values)
     assert torch.equal(once[3], values[3])
