@@ -104,6 +104,8 @@ class GraphArchitecture:
         negated_exp: parts of names of tensors that are stored as -exp(x).
         renamed: parts of tensors' names in the file, and in the module where gguf-py's map does not lead there.
         joined: names in the module of matrices that are stored as two, with the parts of the names of those.
+        orders: by parts of names the orders in which rows are stored, of `models.graph.gguf_orders`.
+        stored: by parts of names further functions of values that are stored, of `weights.stored_matrix`.
     """
 
     model_type: str
@@ -114,12 +116,14 @@ class GraphArchitecture:
     negated_exp: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    orders: Mapping[str, str] = field(default_factory=dict)
+    stored: Mapping[str, str] = field(default_factory=dict)
 
     def stored_as(self, part: str) -> str:
         """How the numbers of tensor ``blk.N.part`` are stored, as of `StoredMatrix`."""
         if part in self.plus_one:
             return "plus_one"
-        return "negated_exp" if part in self.negated_exp else ""
+        return "negated_exp" if part in self.negated_exp else self.stored.get(part, "")
 
 
 def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callable[[str], bool]) -> dict[str, Any]:
@@ -393,6 +397,27 @@ def _nemotron_h(keys: Metadata) -> dict[str, Any]:
     }
 
 
+def _linear_attention(keys: Metadata) -> dict[str, Any]:
+    layers, interval = layers_of(keys), keys.integer("full_attention_interval", 4, least=1)
+    linear = keys.file.metadata.get(
+        f"{keys.name}.attention.recurrent_layers", [bool((layer + 1) % interval) for layer in range(layers)]
+    )
+    if not isinstance(linear, list) or len(linear) < layers or any(type(entry) is not bool for entry in linear):
+        raise keys.error(f"{keys.name}.attention.recurrent_layers does not say of each layer whether it has a state")
+    heads = keys.integer("ssm.time_step_rank", least=1)
+    return {
+        "layer_types": ["linear_attention" if flag else FULL for flag in linear[:layers]],
+        "linear_num_key_heads": keys.integer("ssm.group_count", least=1),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": keys.integer("ssm.state_size", least=1),
+        "linear_value_head_dim": keys.integer("ssm.inner_size", least=1) // heads,
+    }
+
+
+def _qwen3_next(keys: Metadata) -> dict[str, Any]:
+    return {**_linear_attention(keys), "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
 _MAVERICK = 128  # experts, whose queries and keys have no norm
 
 
@@ -498,6 +523,30 @@ _DBRX = (
     "expert_used_count",
     "feed_forward_length",
 )
+_LINEAR = (
+    "attention.recurrent_layers",
+    "full_attention_interval",
+    "rope.dimension_sections",
+    "ssm.group_count",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
+)
+# Of linear attention whose heads of values are stored in rounds.
+_QWEN35: Mapping[str, Any] = MappingProxyType(
+    {
+        "more": _linear_attention,
+        "keys": _LINEAR,
+        "plus_one": _NORMS,
+        "negated_exp": ("ssm_a",),
+        "renamed": {"ssm_dt.bias": "model.layers.{layer}.linear_attn.dt_bias"},
+        "orders": {
+            **dict.fromkeys(("attn_gate", "ssm_a", "ssm_alpha", "ssm_beta", "ssm_dt.bias"), "values_in_rounds"),
+            **dict.fromkeys(("attn_qkv", "ssm_conv1d"), "values_in_rounds_last"),
+        },
+        "stored": {"ssm_out": "heads_in_rounds"},
+    }
+)
 _SSM = ("ssm.group_count", "ssm.inner_size", "ssm.time_step_rank")
 
 GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
@@ -566,6 +615,20 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         "phi3": GraphArchitecture(model_type="phi3", more=_phi3),
         "qwen2": GraphArchitecture(model_type="qwen2"),
         "qwen3": GraphArchitecture(model_type="qwen3"),
+        "qwen35": GraphArchitecture(model_type="qwen3_5_text", **_QWEN35),
+        "qwen35moe": GraphArchitecture(model_type="qwen3_5_moe_text", **_QWEN35),
+        "qwen3next": GraphArchitecture(
+            model_type="qwen3_next",
+            more=_qwen3_next,
+            keys=_LINEAR,
+            plus_one=_NORMS,
+            negated_exp=("ssm_a",),
+            renamed={"ssm_dt.bias": "model.layers.{layer}.linear_attn.dt_bias"},
+            joined={
+                "model.layers.{layer}.linear_attn.in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight"),
+            },
+            orders={"attn_qkv": "by_group"},
+        ),
         "seed_oss": GraphArchitecture(model_type="seed_oss"),
         "smollm3": GraphArchitecture(model_type="smollm3", more=_no_rope, heads_in_pairs=True),
         "starcoder2": GraphArchitecture(model_type="starcoder2"),
@@ -591,9 +654,6 @@ FROM_SAFETENSORS: Mapping[str, str] = MappingProxyType(
         "minimax-m2": "minimax_m2",
         "mistral4": "mistral4",
         "phimoe": "phimoe",
-        "qwen35": "qwen3_5_text",
-        "qwen35moe": "qwen3_5_moe_text",
-        "qwen3next": "qwen3_next",
         "qwen3vlmoe": "qwen3_vl_moe",
         "step35": "step3p7",
     }

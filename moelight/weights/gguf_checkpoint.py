@@ -90,11 +90,19 @@ def assembled_info(name: str, file: Path, tiled: Tiled, dtype: str) -> Assembled
 
 
 def matrix_info(
-    name: str, tensor: GGMLTensor, shape: tuple[int, ...], dtype: str, *, heads: int = 0, stored_as: str = ""
+    name: str,
+    tensor: GGMLTensor,
+    shape: tuple[int, ...],
+    dtype: str,
+    *,
+    heads: int = 0,
+    stored_as: str = "",
+    rounds: tuple[int, int] = (1, 1),
 ) -> TensorInfo:
-    """All numbers of ``tensor`` as a tensor ``name`` of ``shape``; ``heads`` and ``stored_as`` as of `StoredMatrix`."""
+    """All numbers of ``tensor`` as a tensor ``name`` of ``shape``; ``heads``, ``stored_as`` and ``rounds`` as of
+    `StoredMatrix`."""
     columns = 1 if heads and len(tensor.shape) == 1 else tensor.shape[-1]
-    matrix = replace(ggml_matrix(tensor, columns=columns), heads=heads, stored_as=stored_as)
+    matrix = replace(ggml_matrix(tensor, columns=columns), heads=heads, stored_as=stored_as, rounds=rounds)
     return matrix.as_values(name, dtype, shape)
 
 

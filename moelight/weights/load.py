@@ -263,7 +263,7 @@ def dequantised(matrix: StoredMatrix, out: torch.Tensor) -> torch.Tensor:
     """The numbers of ``matrix`` in ``out`` (its shape, any device)."""
     held = read_matrix(matrix)
     if matrix.stored_as:
-        return out.copy_(INVERSES[matrix.stored_as](cpu_dequantize(held, torch.float32)))
+        return out.copy_(INVERSES[matrix.stored_as](cpu_dequantize(held, torch.float32), matrix))
     if matrix.heads:
         return out.copy_(cpu_dequantize(held, out.dtype)[hf_rows(matrix.rows, matrix.heads)])
     if on_host(out):

@@ -34,9 +34,13 @@ TORCH = {
     "I64": torch.int64,
 }
 # Of the functions of values that some converters store in their place (float32).
-INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "plus_one": lambda stored: stored - 1,
-    "negated_exp": lambda stored: torch.log(-stored),
+INVERSES: Mapping[str, Callable[[Tensor, StoredMatrix], Tensor]] = {
+    "plus_one": lambda stored, _: stored - 1,
+    "negated_exp": lambda stored, _: torch.log(-stored),
+    # Columns are heads, stored in rounds of one head of each group; the heads of a group follow one another.
+    "heads_in_rounds": lambda stored, matrix: (
+        stored.unflatten(1, (*matrix.rounds, -1)).transpose(1, 2).reshape(stored.shape)
+    ),
 }
 
 

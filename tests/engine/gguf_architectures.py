@@ -38,7 +38,7 @@ TABLE = ROOT / "docs" / "reference" / "gguf.md"
 MARK = "<!-- measured by `make gguf` -->"
 PROMPTS = [[3, 5, 7, 9], [11, 2], list(range(20, 60))]
 TOKENS = 8
-_SPARE = {"qwen2": 8}  # ids, where the tokenizer of the family adds tokens of its own
+_SPARE = {"qwen2": 8, "qwen3_5_moe_text": 16}  # ids, where the tokenizer of the family adds tokens of its own
 _SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -199,6 +199,7 @@ def convert(source: Path, directory: Path, path: Path) -> str:
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     architecture = get_model_architecture(ModelBase.load_hparams(directory, False), ModelType.TEXT)
     kind = get_model_class(architecture)
+    kind.no_mtp = True  # transformers saves none
     kind.set_vocab = lambda self: self._set_vocab_gpt2()
     with torch.inference_mode():
         writer = kind(directory, gguf.LlamaFileType.ALL_F32, path)

@@ -21,6 +21,7 @@ import torch
 from moelight.core.dtypes import FLOAT32, dtype_named
 from moelight.core.errors import CheckpointError, ConfigError, quoted
 from moelight.formats.ggml import ggml_format
+from moelight.models.graph.gguf_orders import ORDERS, rounds_of
 from moelight.models.graph.model import GraphModel, config_of, on_meta
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.weights import paged, renamer
@@ -127,7 +128,7 @@ class _Names:
         self._state: Mapping[str, Any] = model.module.state_dict(keep_vars=True)
         self._rename, _ = renamer(model.module, dict(self._state))
         self._spellings = _spellings(name, self._blocks)
-        config = model.config
+        self._config = config = model.config
         self._layers = config.num_hidden_layers
         self._heads = {"q": config.num_attention_heads, "k": getattr(config, "num_key_value_heads", 0)}
         # The block of experts of each layer, by the number in the names of its parameters.
@@ -155,7 +156,7 @@ class _Names:
                 yield from expert_infos(tensor, name, self._dtype, half=number, halves=len(halves))
             return
         for joined, parts in self._row.joined.items():
-            if part in parts:
+            if part in parts and self._rename(joined.format(layer=layer))[0] in self._state:
                 if part == parts[0]:
                     yield self._joined(joined.format(layer=layer), [f"blk.{layer}.{half}" for half in parts])
                 return
@@ -186,7 +187,20 @@ class _Names:
             Tiled.of(matrix_info(f"{name} of {part}", tensors[part], tensors[part].shape, self._dtype))
             for part in parts
         ]
-        return assembled_info(name, tensors[parts[0]].file, concatenated(tiles, 0), self._dtype)
+        return self._ordered(name, tensors[parts[0]], concatenated(tiles, 0), parts[0].split(".", 2)[2], self._dtype)
+
+    def _ordered(self, name: str, tensor: GGMLTensor, stored: Tiled, part: str, dtype: str) -> TensorInfo:
+        """The matrix ``name`` of ``stored``, whose rows are put in the order of the family."""
+        order = self._row.orders.get(part.removesuffix(".weight"))
+        if order is not None:
+            try:
+                stored = ORDERS[order](stored, self._config)
+            except (AttributeError, ValueError):
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {quoted(tensor.name)} {list(tensor.shape)} has no rows of the heads that "
+                    "the metadata state; convert the model again"
+                ) from None
+        return assembled_info(name, tensor.file, stored, dtype)
 
     def _find(self, full: str, part: str, layer: int) -> str | None:
         """The spelling of tensor ``full`` that leads to a parameter, or None."""
@@ -234,7 +248,11 @@ class _Names:
         if self._row.heads_in_pairs and part.partition(".")[0] in ("attn_q", "attn_k"):
             heads = self._heads[part[len("attn_")]]
         stored_as = self._row.stored_as(part.removesuffix(".weight"))
-        return matrix_info(name, tensor, shape, dtype, heads=heads, stored_as=stored_as)
+        rounds = rounds_of(self._config) if stored_as == "heads_in_rounds" else (1, 1)
+        info = matrix_info(name, tensor, shape, dtype, heads=heads, stored_as=stored_as, rounds=rounds)
+        if part.removesuffix(".weight") in self._row.orders:
+            return self._ordered(name, tensor, Tiled.of(info), part, dtype)
+        return info
 
 
 def _alike(first: tuple[int, ...], second: tuple[int, ...]) -> bool:

@@ -1,0 +1,57 @@
+"""Orders in which llama.cpp's converter stores the rows of linear attention, undone on the places of the stored numbers
+(`weights.boxes`). Nothing is read.
+
+Heads of values belong to groups, one for each head of keys. transformers has the heads of a group together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moelight.weights.boxes import Tiled, concatenated
+
+
+def rounds_of(config: Any) -> tuple[int, int]:
+    """Heads of values of each group, and groups."""
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    if heads % groups:
+        raise ValueError(f"{heads} heads of values for {groups} of keys")
+    return heads // groups, groups
+
+
+def _values(stored: Tiled, config: Any) -> Tiled:
+    """Rows of heads of values, which are stored in rounds: one head of each group, then the next of each."""
+    rounds, groups = rounds_of(config)
+    rows, heads = stored.shape[0], rounds * groups
+    if rows % heads:
+        raise ValueError(f"{rows} rows for {heads} heads")
+    stored_heads = stored.split(0, [rows // heads] * heads)
+    return concatenated([stored_heads[turn * groups + group] for group in range(groups) for turn in range(rounds)], 0)
+
+
+def _queries_keys_values(stored: Tiled, config: Any) -> Tiled:
+    """Rows of queries, of keys, and then of values as `_values` has them."""
+    before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    first, values = stored.split(0, (before, stored.shape[0] - before))
+    return concatenated((first, _values(values, config)), 0)
+
+
+def _by_group(stored: Tiled, config: Any) -> Tiled:
+    """Rows of all queries, keys, values and gates, of which transformers has those of a group together."""
+    groups, keys = config.linear_num_key_heads, config.linear_key_head_dim
+    values = rounds_of(config)[0] * config.linear_value_head_dim
+    rows, columns = stored.shape
+    widths = (keys, keys, values, values)
+    if rows != groups * sum(widths):
+        raise ValueError(f"{rows} rows for {groups} groups of {sum(widths)}")
+    parts = stored.split(0, [groups * width for width in widths])
+    grouped = [part.view((groups, width, columns)) for part, width in zip(parts, widths, strict=True)]
+    return concatenated(grouped, 1).view(stored.shape)
+
+
+ORDERS: Mapping[str, Callable[[Tiled, Any], Tiled]] = {
+    "values_in_rounds": _values,
+    "values_in_rounds_last": _queries_keys_values,
+    "by_group": _by_group,
+}
