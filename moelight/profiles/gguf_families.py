@@ -97,6 +97,7 @@ class GraphArchitecture:
 
     Attributes:
         model_type: of the family.
+        with_key: by keys the model_type of files that have one.
         more: fields that `FIELDS` does not give.
         keys: further keys that ``more`` reads; a file with other keys is refused.
         heads_in_pairs: rows of q and k are stored with the two halves of each head interleaved.
@@ -109,6 +110,7 @@ class GraphArchitecture:
     """
 
     model_type: str
+    with_key: Mapping[str, str] = field(default_factory=dict)
     more: Callable[[Metadata], dict[str, Any]] = _nothing
     keys: tuple[str, ...] = ()
     heads_in_pairs: bool = False
@@ -126,6 +128,11 @@ class GraphArchitecture:
         return "negated_exp" if part in self.negated_exp else self.stored.get(part, "")
 
 
+def family_of(file: GGUFFile, name: str, row: GraphArchitecture) -> str:
+    """The model_type of the models of ``row`` that ``file`` is one of."""
+    return next((family for key, family in row.with_key.items() if file.metadata.get(f"{name}.{key}")), row.model_type)
+
+
 def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callable[[str], bool]) -> dict[str, Any]:
     """Return the values that ``config.json`` would have; ``has``: whether the family's config has a field.
 
@@ -136,7 +143,7 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
     heads, hidden = keys.integer("attention.head_count", least=1), keys.integer("embedding_length", least=1)
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads), least=1)
     keys.only("attention.value_length", (head_dim,), f"and keys have {head_dim} numbers")
-    fields = row.more(keys)
+    fields, model_type = row.more(keys), family_of(file, name, row)
     values: dict[str, Any] = {
         "num_hidden_layers": layers_of(keys),
         "head_dim": head_dim,
@@ -150,7 +157,7 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
         wanted = [name for name in names if has(name) and name not in fields]
         value = keys.get(key) if wanted or key not in row.keys else None
         if not wanted and value and fields.keys().isdisjoint(names) and key not in row.keys:
-            raise keys.error(f"the metadata key {name}.{key} has no meaning in {row.model_type}; use safetensors")
+            raise keys.error(f"the metadata key {name}.{key} has no meaning in {model_type}; use safetensors")
         if value is not None:
             values |= dict.fromkeys(wanted, value)
     for tensor, names in BY_TENSOR.items():
@@ -161,7 +168,7 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
     if head_dim != hidden // heads:
         fields = {"head_dim": head_dim, **fields}  # read by families whose configs do not list it
     values = {key: value for key, value in values.items() if has(key)} | fields
-    return {"model_type": row.model_type, "dtype": DTYPE} | values
+    return {"model_type": model_type, "dtype": DTYPE} | values
 
 
 def rotary_of(keys: Metadata, head_dim: int) -> dict[str, Any]:
@@ -477,6 +484,10 @@ def _command_r(keys: Metadata) -> dict[str, Any]:
     return {"logit_scale": keys.number("logit_scale", 1.0)}
 
 
+def _cohere2(keys: Metadata) -> dict[str, Any]:
+    return {**windows(keys, 4), "logit_scale": keys.number("logit_scale", 1.0)}
+
+
 def _cohere2_moe(keys: Metadata) -> dict[str, Any]:
     dense = keys.integer("leading_dense_block_count", 0)
     return {
@@ -512,10 +523,34 @@ def _no_rope(keys: Metadata) -> dict[str, Any]:
     }
 
 
+def _minimax_m2(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "sigmoid", "sigmoid")
+    return {"intermediate_size": keys.integer("expert_feed_forward_length", least=1)}
+
+
+def _hunyuan_moe(keys: Metadata) -> dict[str, Any]:
+    """Experts and the one shared expert are as wide as ``intermediate_size`` says."""
+    width = keys.integer("feed_forward_length", least=1)
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        keys.only(key, (width,), f"and feed_forward_length {width}")
+    keys.only("expert_shared_count", (1,), "and 1 shared expert is computed")
+    return {}
+
+
+def _phimoe(keys: Metadata) -> dict[str, Any]:
+    scale = keys.number("rope.scaling.attn_factor", 1.0)
+    rope = rotary_of(keys, keys.integer("embedding_length") // keys.integer("attention.head_count", least=1))
+    if rope["rope_type"] == "longrope":
+        del rope["attention_factor"]
+        rope |= {"short_mscale": scale, "long_mscale": scale}
+    return {"rope_parameters": rope, "sliding_window": keys.integer("attention.sliding_window", 0) or None}
+
+
 _NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm")
 _GATED = ("expert_gating_func",)
 _PATTERN = ("attention.sliding_window_pattern",)
 _SHARED = {"model.layers.{layer}.shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")}
+_SHARED_KEYS = ("expert_shared_count", "expert_shared_feed_forward_length")
 _DBRX = (
     "attention.clamp_kqv",
     "attention.layer_norm_epsilon",  # of torch's norms, which all files have
@@ -558,6 +593,7 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             more=_cohere2_moe,
             keys=("logit_scale", "expert_feed_forward_length", "leading_dense_block_count", *_GATED, *_PATTERN),
         ),
+        "cohere2": GraphArchitecture(model_type="cohere2", more=_cohere2, keys=("logit_scale", *_PATTERN)),
         "command-r": GraphArchitecture(model_type="cohere", more=_command_r, keys=("logit_scale",)),
         "dbrx": GraphArchitecture(model_type="dbrx", more=_dbrx, keys=_DBRX),
         "dots1": GraphArchitecture(model_type="dots1", more=_sigmoid, keys=_GATED),
@@ -589,7 +625,15 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             joined=_SHARED,
         ),
         "granitemoe": GraphArchitecture(
-            model_type="granitemoe", more=_granite, keys=("logit_scale",), heads_in_pairs=True
+            model_type="granitemoe",
+            with_key={"expert_shared_feed_forward_length": "granitemoeshared"},
+            more=_granite,
+            keys=("logit_scale",),
+            heads_in_pairs=True,
+            joined=_SHARED,
+        ),
+        "hunyuan-moe": GraphArchitecture(
+            model_type="hunyuan_v1_moe", more=_hunyuan_moe, keys=("expert_feed_forward_length", *_SHARED_KEYS)
         ),
         "jamba": GraphArchitecture(model_type="jamba", more=_jamba, keys=_SSM, negated_exp=("ssm_a",)),
         "lfm2": GraphArchitecture(model_type="lfm2", more=_lfm2),
@@ -598,6 +642,7 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         "llama4": GraphArchitecture(
             model_type="llama4_text", more=_llama4, keys=("interleave_moe_layer_step", "expert_feed_forward_length")
         ),
+        "minimax-m2": GraphArchitecture(model_type="minimax_m2", more=_minimax_m2, keys=("expert_feed_forward_length", *_GATED)),
         "mistral3": GraphArchitecture(
             model_type="ministral3", more=_mistral3, keys=("attention.temperature_scale",), heads_in_pairs=True
         ),
@@ -613,6 +658,7 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         ),
         "olmo2": GraphArchitecture(model_type="olmo2"),
         "phi3": GraphArchitecture(model_type="phi3", more=_phi3),
+        "phimoe": GraphArchitecture(model_type="phimoe", more=_phimoe),
         "qwen2": GraphArchitecture(model_type="qwen2"),
         "qwen3": GraphArchitecture(model_type="qwen3"),
         "qwen35": GraphArchitecture(model_type="qwen3_5_text", **_QWEN35),
@@ -644,16 +690,13 @@ FROM_SAFETENSORS: Mapping[str, str] = MappingProxyType(
         "gemma4": "gemma4_text",
         "glm-dsa": "glm_moe_dsa",
         "gpt2": "gpt2",
-        "hunyuan-moe": "hunyuan_v1_moe",
         "hy-v3": "hy_v3",
         "hy-v4": "hy_v4",
         "kimi-linear": "kimi_linear",
         "laguna": "laguna",
         "mellum": "mellum",
         "mimo2": "mimo_v2_flash",
-        "minimax-m2": "minimax_m2",
         "mistral4": "mistral4",
-        "phimoe": "phimoe",
         "qwen3vlmoe": "qwen3_vl_moe",
         "step35": "step3p7",
     }

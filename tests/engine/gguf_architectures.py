@@ -47,6 +47,7 @@ _LONG = {
     "long_factor": [1.5 + 0.5 * number for number in range(8)],
     "original_max_position_embeddings": 32,
 }
+_DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 # By architecture the family, and values of its config that files do not state and llama.cpp's code fixes. What is in
 # brackets is another config of the same architecture.
 Fixed = Mapping[str, Any]
@@ -87,6 +88,14 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **_LONG},
         },
     ),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
+    "minimax-m2": ("minimax_m2", {"rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5}}),
+    "phimoe": ("phimoe", {}),
+    "granitemoe (shared)": ("granitemoeshared", {"shared_intermediate_size": 48}),
+    "cohere2": ("cohere2", {}),
+    "qwen3next": ("qwen3_next", {}),
+    "qwen35": ("qwen3_5_text", {}),
+    "qwen35moe": ("qwen3_5_moe_text", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3 (yarn)": (
@@ -103,6 +112,13 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {}),
     "starcoder2": ("starcoder2", {}),
+}
+# By architecture what config.json of published checkpoints has and the converter reads, and transformers does not write.
+PUBLISHED: Mapping[str, Fixed] = {
+    "cohere2": {"rotary_pct": 1.0},
+    "hunyuan-moe": {"moe_intermediate_size": [96], "moe_topk": [2], "num_shared_expert": [1]},
+    "minimax-m2": {"rotary_dim": 8, "scoring_func": "sigmoid"},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"], "original_max_position_embeddings": 4096},
 }
 
 
@@ -138,6 +154,13 @@ def save_checkpoint(name: str, directory: Path, spare: int = 0) -> Any:
     self_test.random_model(config, 0).save_pretrained(directory)
     save_tokenizer(directory, config.get_text_config().vocab_size - spare)
     return config
+
+
+def publish(name: str, directory: Path) -> None:
+    """Write into ``config.json`` of ``directory`` what those of published checkpoints have."""
+    if name in PUBLISHED:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | PUBLISHED[name]))
 
 
 def save_tokenizer(directory: Path, size: int) -> None:
@@ -216,6 +239,7 @@ def compared(converter: ProcessPoolExecutor, source: Path, name: str) -> tuple[O
         directory = Path(scratch)
         save_checkpoint(name, directory, spare=_SPARE.get(family, 0))
         wanted = wanted_tokens(directory)
+        publish(name, directory)
         written = converter.submit(convert, source, directory, directory / "tiny.gguf").result()
         assert written == architecture(name), f"{family} became {written}"
         header = header_of(directory / "tiny.gguf", name)

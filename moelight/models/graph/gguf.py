@@ -27,7 +27,7 @@ from moelight.models.graph.profile import profile_of
 from moelight.models.graph.weights import paged, renamer
 from moelight.profiles.gguf import GGMLTensor, GGUFFile, read_gguf
 from moelight.profiles.gguf_config import Metadata
-from moelight.profiles.gguf_families import GraphArchitecture, architecture_of, graph_values
+from moelight.profiles.gguf_families import GraphArchitecture, architecture_of, family_of, graph_values
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.stored import StoredWeights
 from moelight.profiles.tensor_list import page_shapes
@@ -45,7 +45,7 @@ _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 def config_values_of(file: GGUFFile, name: str, row: GraphArchitecture) -> dict[str, Any]:
     """Return the values that ``config.json`` would have; raises ConfigError as `graph_values` does."""
-    default = config_of({"model_type": row.model_type}, where=str(file.path))
+    default = config_of({"model_type": family_of(file, name, row)}, where=str(file.path))
     fields, spelled = default.to_dict().keys(), type(default).attribute_map
     values = graph_values(file, name, row, (fields | spelled.keys()).__contains__)
     return {spelled.get(key, key): value for key, value in values.items()}
