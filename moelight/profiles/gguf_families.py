@@ -269,6 +269,78 @@ def _gemma3(keys: Metadata) -> dict[str, Any]:
     }
 
 
+def _gemma4(keys: Metadata) -> dict[str, Any]:
+    """Layers without the window have heads of their own width and number, rotate a share of it, and may have no values
+    of their own; the last layers may have no keys, and a wider feed-forward network."""
+    layers, tensors = layers_of(keys), keys.file.tensors
+    kinds = windows(keys, 6)["layer_types"]
+    full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+    shared = keys.integer("attention.shared_kv_layers", 0)
+    width, window_width = (keys.integer(f"attention.key_length{suffix}", least=1) for suffix in ("", "_swa"))
+    keys.only("attention.value_length_swa", (window_width,), f"and keys have {window_width} numbers")
+    keys.only("rope.dimension_count_swa", (window_width,), f"and heads have {window_width}, all of which are rotated")
+    heads = _by_kind(keys, "attention.head_count_kv", kinds)
+    inner = _per_layer(keys, "feed_forward_length")
+    base = keys.number("rope.freq_base", 10000.0)
+    unshared = [layer for layer in full if layer < layers - shared]
+    return {
+        "layer_types": kinds,
+        "num_kv_shared_layers": shared,
+        "head_dim": window_width,
+        "num_key_value_heads": heads[SLIDING],
+        "per_layer_config": {layer: {"head_dim": width, "num_key_value_heads": heads[FULL]} for layer in full},
+        "attention_k_eq_v": any(f"blk.{layer}.attn_v.weight" not in tensors for layer in unshared),
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] != inner[0],
+        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": keys.integer("vocab_size", least=1),
+        "enable_moe_block": keys.integer("expert_count", 0) > 0,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", base)},
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": base,
+                "partial_rotary_factor": _rotated(keys) * 2 / width,
+            },
+        },
+    }
+
+
+_NOT_ROTATED = 1e29  # divisors from here on leave no rotation; the converter writes 1e30
+
+
+def _rotated(keys: Metadata) -> int:
+    """The number of frequencies of layers without the window, by divisors of those that are none."""
+    tensor = keys.file.tensors.get("rope_freqs.weight")
+    if tensor is None:
+        raise keys.error("tensor rope_freqs.weight is missing, which says what layers without a window rotate")
+    factors = _factors(tensor)
+    count = sum(factor == 1.0 for factor in factors)
+    if not count or any(factor != 1.0 for factor in factors[:count]) or min(factors[count:], default=math.inf) < _NOT_ROTATED:
+        raise keys.error("tensor rope_freqs.weight has other divisors than 1 and 1e30, which are not computed")
+    return count
+
+
+def _per_layer(keys: Metadata, key: str) -> list[int]:
+    """The whole number ``key`` of each layer, which may be one for all."""
+    layers = layers_of(keys)
+    value = keys.file.metadata.get(f"{keys.name}.{key}")
+    if not isinstance(value, list):
+        return [keys.integer(key, least=1)] * layers
+    if len(value) < layers or any(type(number) is not int or number < 1 for number in value):
+        raise keys.error(f"{keys.name}.{key} must have a positive number for each of {layers} layers")
+    return value[:layers]
+
+
+def _by_kind(keys: Metadata, key: str, kinds: list[str]) -> dict[str, int]:
+    """The number ``key`` of the layers of each of ``kinds``, which must be one."""
+    values = _per_layer(keys, key)
+    result = {kind: {value for value, other in zip(values, kinds, strict=True) if other == kind} for kind in kinds}
+    if any(len(present) > 1 for present in result.values()):
+        raise keys.error(f"{keys.name}.{key} differs among layers of one kind, which is not computed")
+    return {kind: min(result.get(kind, values)) for kind in (SLIDING, FULL)}
+
+
 def _sigmoid(keys: Metadata) -> dict[str, Any]:
     """Families whose routers have sigmoid scores, for which older converters wrote no key."""
     _only(keys, "sigmoid", "sigmoid")
@@ -551,6 +623,16 @@ _GATED = ("expert_gating_func",)
 _PATTERN = ("attention.sliding_window_pattern",)
 _SHARED = {"model.layers.{layer}.shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")}
 _SHARED_KEYS = ("expert_shared_count", "expert_shared_feed_forward_length")
+_GEMMA4 = (
+    "attention.key_length_swa",
+    "attention.shared_kv_layers",
+    "attention.value_length_swa",
+    "embedding_length_per_layer_input",
+    "feed_forward_length",
+    "rope.dimension_count_swa",
+    "rope.freq_base_swa",
+    *_PATTERN,
+)
 _DBRX = (
     "attention.clamp_kqv",
     "attention.layer_norm_epsilon",  # of torch's norms, which all files have
@@ -611,6 +693,16 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         "gemma2": GraphArchitecture(model_type="gemma2", more=_gemma2, plus_one=_NORMS),
         "gemma3": GraphArchitecture(
             model_type="gemma3_text", more=_gemma3, plus_one=_NORMS, keys=("rope.freq_base_swa", *_PATTERN)
+        ),
+        "gemma4": GraphArchitecture(
+            model_type="gemma4_text",
+            more=_gemma4,
+            keys=_GEMMA4,
+            renamed={
+                "ffn_gate_inp.scale": "model.layers.{layer}.router.scale",
+                "ffn_down_exps.scale": "model.layers.{layer}.router.per_expert_scale",
+                "layer_output_scale.weight": "model.layers.{layer}.layer_scalar",
+            },
         ),
         "glm4": GraphArchitecture(model_type="glm4"),
         "glm4moe": GraphArchitecture(model_type="glm4_moe", more=_sigmoid, keys=_GATED),
@@ -687,7 +779,6 @@ FROM_SAFETENSORS: Mapping[str, str] = MappingProxyType(
     {
         "deepseek32": "deepseek_v32",
         "deepseek4": "deepseek_v4",
-        "gemma4": "gemma4_text",
         "glm-dsa": "glm_moe_dsa",
         "gpt2": "gpt2",
         "hy-v3": "hy_v3",

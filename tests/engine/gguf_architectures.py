@@ -93,6 +93,29 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "phimoe": ("phimoe", {}),
     "granitemoe (shared)": ("granitemoeshared", {"shared_intermediate_size": 48}),
     "cohere2": ("cohere2", {}),
+    "gemma4": ("gemma4_text", {"per_layer_config": {5: {"head_dim": 32}}}),
+    "gemma4 (E2B)": (
+        "gemma4_text",
+        {
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+            "per_layer_config": {layer: {"head_dim": 32} for layer in (2, 5)},
+        },
+    ),
+    "gemma4 (26B-A4B)": (
+        "gemma4_text",
+        {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "per_layer_config": {5: {"head_dim": 32, "num_key_value_heads": 1}},
+        },
+    ),
     "qwen3next": ("qwen3_next", {}),
     "qwen35": ("qwen3_5_text", {}),
     "qwen35moe": ("qwen3_5_moe_text", {}),
@@ -142,9 +165,9 @@ def config_for(name: str) -> Any:
     """The tiny config of architecture ``name``."""
     family, fixed = FAMILIES[name]
     config = sized(self_test.tiny(config_of(family)))
-    for key, value in fixed.items():
-        setattr(config, key, getattr(config, value) if isinstance(value, str) and hasattr(config, value) else value)
-    return config
+    fields = config.to_dict()
+    fields |= {key: fields.get(value, value) if isinstance(value, str) else value for key, value in fixed.items()}
+    return type(config)(**fields)
 
 
 def save_checkpoint(name: str, directory: Path, spare: int = 0) -> Any:

@@ -24,7 +24,7 @@ from moelight.formats.ggml import ggml_format
 from moelight.models.graph.gguf_orders import ORDERS, rounds_of
 from moelight.models.graph.model import GraphModel, config_of, on_meta
 from moelight.models.graph.profile import profile_of
-from moelight.models.graph.weights import paged, renamer
+from moelight.models.graph.weights import not_read, paged, renamer
 from moelight.profiles.gguf import GGMLTensor, GGUFFile, read_gguf
 from moelight.profiles.gguf_config import Metadata
 from moelight.profiles.gguf_families import GraphArchitecture, architecture_of, family_of, graph_values
@@ -68,6 +68,9 @@ def graph_checkpoint(file: GGUFFile, name: str, row: GraphArchitecture, model: G
             continue
         if names.predicts(tensor):
             ignored.append(IgnoredTensor(info=names.as_stored(tensor), reason=PREDICTION))
+            continue
+        if (reason := names.not_read(tensor)) is not None:
+            ignored.append(IgnoredTensor(info=names.as_stored(tensor), reason=reason))
             continue
         for info in names.infos(tensor):
             if info.name in infos:
@@ -127,10 +130,12 @@ class _Names:
         self._dtype = dtype_named(str(model.module.dtype).removeprefix("torch.")).safetensors
         self._state: Mapping[str, Any] = model.module.state_dict(keep_vars=True)
         self._rename, _ = renamer(model.module, dict(self._state))
+        self._not_read = [(re.compile(pattern), reason) for pattern, reason in not_read(model.module)]
         self._spellings = _spellings(name, self._blocks)
         self._config = config = model.config
         self._layers = config.num_hidden_layers
-        self._heads = {"q": config.num_attention_heads, "k": getattr(config, "num_key_value_heads", 0)}
+        if row.heads_in_pairs:
+            self._heads = {"q": config.num_attention_heads, "k": getattr(config, "num_key_value_heads", 0)}
         # The block of experts of each layer, by the number in the names of its parameters.
         paths = (next(iter(parameters.values())) for _, _, parameters in paged(model))
         self._experts = {int(layer_of(path).rpartition(".")[2]): layer_of(path) for path in paths}
@@ -139,6 +144,16 @@ class _Names:
         """Whether ``tensor`` is of a layer that predicts further tokens."""
         match = _BLOCK.fullmatch(tensor.name)
         return match is not None and self._layers <= int(match["layer"]) < self._blocks
+
+    def not_read(self, tensor: GGMLTensor) -> str | None:
+        """The reason for which the family ignores ``tensor``, if it does."""
+        if not self._not_read:
+            return None
+        base, _, _ = tensor.name.rpartition(".")
+        for pattern, reason in self._not_read:
+            if any(pattern.search(spelling) for spelling in self._spellings.get(base, ())):
+                return reason
+        return None
 
     def as_stored(self, tensor: GGMLTensor) -> TensorInfo:
         """``tensor`` under its own name, for which the graph has no parameter."""

@@ -154,7 +154,7 @@ def matrices_of(directory: Path, model: Model) -> Checkpoint:
         spelled = (name, *(spelling for part in parts for spelling in (part, f"{part}.weight")))
         return any(rename(spelling)[0] in state for spelling in spelled)
 
-    patterns = _not_read(module)
+    patterns = not_read(module)
     rules = (IgnoreRule(re.compile(f".*(?:{pattern.removeprefix('^')}).*"), reason) for pattern, reason in patterns)
     checkpoint = set_aside(open_needed(directory, is_needed), rules, is_needed)
     return plain_matrices(checkpoint, from_torch(module.dtype).name)
@@ -472,7 +472,7 @@ class _Audit:
 
     def _left_over(self) -> tuple[IgnoredTensor, ...]:
         """The tensors that are not read; faults for others without a parameter."""
-        patterns = tuple(_not_read(self._module))
+        patterns = tuple(not_read(self._module))
         ignored, left = list(self._checkpoint.ignored), []
         for name, info in self._conversion.left:
             if reason := next((reason for pattern, reason in patterns if re.search(pattern, name)), None):
@@ -680,7 +680,7 @@ def _biases(form: ExpertForm) -> set[str | None]:
     return {matrix.bias for matrix in (*form.inward, form.outward)}
 
 
-def _not_read(module: Any) -> Iterator[tuple[str, str]]:
+def not_read(module: Any) -> Iterator[tuple[str, str]]:
     """Patterns of names that the module has no parameter for, with the reason: those that its family lists, and buffers
     that old checkpoints hold and the module computes."""
     for pattern in module._keys_to_ignore_on_load_unexpected or ():
