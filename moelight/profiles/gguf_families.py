@@ -41,7 +41,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "expert_feed_forward_length": ("moe_intermediate_size",),
         "expert_shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
         "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
-        "expert_weights_scale": ("routed_scaling_factor", "route_scale"),
+        "expert_weights_scale": ("routed_scaling_factor", "route_scale", "router_scaling_factor", "moe_routed_scaling_factor"),
         "expert_weights_norm": ("norm_topk_prob", "route_norm"),
         "expert_group_count": ("n_group",),
         "expert_group_used_count": ("topk_group",),
@@ -140,7 +140,9 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
         ConfigError: a key is missing, or means something that is not read.
     """
     keys = Metadata(file, name)
-    heads, hidden = keys.integer("attention.head_count", least=1), keys.integer("embedding_length", least=1)
+    differ = "attention.head_count" in row.keys
+    heads = max(_per_layer(keys, "attention.head_count")) if differ else keys.integer("attention.head_count", least=1)
+    hidden = keys.integer("embedding_length", least=1)
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads), least=1)
     keys.only("attention.value_length", (head_dim,), f"and keys have {head_dim} numbers")
     fields, model_type = row.more(keys), family_of(file, name, row)
@@ -583,6 +585,105 @@ def _mistral3(keys: Metadata) -> dict[str, Any]:
     return {"sliding_window": None}
 
 
+def _window_rotary(keys: Metadata, head_dim: int) -> dict[str, Any]:
+    """``rope_parameters`` of layers with and without a window: what is stretched is without."""
+    base = keys.number("rope.freq_base_swa", keys.number("rope.freq_base", 10000.0))
+    return {FULL: rotary_of(keys, head_dim), SLIDING: {"rope_type": "default", "rope_theta": base}}
+
+
+def _head_dim(keys: Metadata) -> int:
+    heads = max(_per_layer(keys, "attention.head_count"))
+    return keys.integer("attention.key_length", max(1, keys.integer("embedding_length", least=1) // heads), least=1)
+
+
+def _olmo2(keys: Metadata) -> dict[str, Any]:
+    if not keys.integer("attention.sliding_window", 0):
+        return {}
+    return {**windows(keys, 4), "rope_parameters": _window_rotary(keys, _head_dim(keys))}
+
+
+def _mellum(keys: Metadata) -> dict[str, Any]:
+    fields = {"norm_topk_prob": True, "rope_parameters": _window_rotary(keys, _head_dim(keys))}
+    if not keys.integer("attention.sliding_window", 0):
+        return {**fields, "sliding_window": None, "layer_types": [FULL] * layers_of(keys)}
+    return {**fields, **windows(keys, 4)}
+
+
+def _norm_topk(keys: Metadata) -> dict[str, Any]:  # noqa: ARG001
+    return {"norm_topk_prob": True}
+
+
+def _routed(keys: Metadata) -> list[str]:
+    """``mlp_layer_types``: the layers with a router have experts."""
+    tensors = keys.file.tensors
+    routed = (f"blk.{layer}.ffn_gate_inp.weight" in tensors for layer in range(layers_of(keys)))
+    return ["sparse" if has_router else "dense" for has_router in routed]
+
+
+def _hy_v3(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "sigmoid", "sigmoid")
+    keys.only("expert_weights_norm", (True,), "and the sum of weights is 1 in this family")
+    width = keys.integer("expert_feed_forward_length", least=1)
+    shared = keys.integer("expert_shared_feed_forward_length", 0)
+    if shared % width:
+        raise keys.error(f"{keys.name}.expert_shared_feed_forward_length {shared} is no multiple of {width}")
+    return {"mlp_layer_types": _routed(keys), "num_shared_experts": shared // width}
+
+
+def _laguna(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "sigmoid", "sigmoid")
+    keys.only("expert_weights_norm", (True,), "and the sum of weights is 1 in this family")
+    keys.only("expert_shared_count", (1,), "and 1 shared expert is computed")
+    layers, head_dim = layers_of(keys), _head_dim(keys)
+    heads = _per_layer(keys, "attention.head_count")
+    rope = _window_rotary(keys, head_dim)
+    rotated = keys.integer("rope.dimension_count_swa", head_dim, least=1)
+    rope[SLIDING]["partial_rotary_factor"] = rotated / head_dim
+    rope[FULL].setdefault("partial_rotary_factor", 1.0)
+    window = keys.integer("attention.sliding_window", 0)
+    kinds = [SLIDING if window and layer % 4 else FULL for layer in range(layers)]
+    if f"{keys.name}.attention.sliding_window_pattern" in keys.file.metadata:
+        kinds = windows(keys, 4)["layer_types"]
+    gate = keys.file.tensors.get("blk.0.attn_gate.weight")
+    return {
+        "rope_parameters": rope,
+        "layer_types": kinds,
+        "mlp_layer_types": _routed(keys),
+        "num_attention_heads": max(heads),
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-head" if gate is None or gate.shape[0] == heads[0] else "per-element",
+    }
+
+
+def _granite_swa(keys: Metadata) -> dict[str, Any]:
+    if f"{keys.name}.attention.sliding_window_pattern" not in keys.file.metadata:
+        raise keys.error(f"the metadata key {keys.name}.attention.sliding_window_pattern is missing")
+    return {**_granite(keys), **windows(keys, 4)}
+
+
+def _stablelm(keys: Metadata) -> dict[str, Any]:
+    """Layers without a second norm compute attention and feed-forward beside each other."""
+    return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in keys.file.tensors}
+
+
+def _gpt_neox(keys: Metadata) -> dict[str, Any]:
+    return {"use_parallel_residual": keys.get("use_parallel_residual", True), "attention_bias": True}
+
+
+def _phi2(keys: Metadata) -> dict[str, Any]:
+    """The converter writes four times the width of the embedding, whatever the matrices have."""
+    matrix = keys.file.tensors.get("blk.0.ffn_up.weight")
+    return {"intermediate_size": keys.integer("feed_forward_length") if matrix is None else matrix.shape[0]}
+
+
+def _nemotron(keys: Metadata) -> dict[str, Any]:
+    return {"mlp_bias": "blk.0.ffn_up.bias" in keys.file.tensors}
+
+
+def _olmo(keys: Metadata) -> dict[str, Any]:
+    return {"clip_qkv": keys.get("attention.clamp_kqv")}
+
+
 def _no_rope(keys: Metadata) -> dict[str, Any]:
     """Each fourth layer rotates nothing, which llama.cpp's code says."""
     layers = layers_of(keys)
@@ -675,6 +776,7 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             more=_cohere2_moe,
             keys=("logit_scale", "expert_feed_forward_length", "leading_dense_block_count", *_GATED, *_PATTERN),
         ),
+        "chatglm": GraphArchitecture(model_type="glm"),
         "cohere2": GraphArchitecture(model_type="cohere2", more=_cohere2, keys=("logit_scale", *_PATTERN)),
         "command-r": GraphArchitecture(model_type="cohere", more=_command_r, keys=("logit_scale",)),
         "dbrx": GraphArchitecture(model_type="dbrx", more=_dbrx, keys=_DBRX),
@@ -724,6 +826,39 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             heads_in_pairs=True,
             joined=_SHARED,
         ),
+        "gptneox": GraphArchitecture(
+            model_type="gpt_neox", more=_gpt_neox, orders=dict.fromkeys(("attn_qkv", "attn_qkv.bias"), "by_head")
+        ),
+        "granite_swa": GraphArchitecture(
+            model_type="granite_swa",
+            with_key={"expert_count": "granitemoe_swa"},
+            more=_granite_swa,
+            keys=("logit_scale", *_PATTERN),
+            heads_in_pairs=True,
+            renamed={
+                "ffn_gate_inp.weight": "model.layers.{layer}.block_sparse_moe.router.weight",
+                "ffn_up_shexp.weight": "model.layers.{layer}.shared_mlp.input_linear.weight",
+            },
+        ),
+        "hunyuan-dense": GraphArchitecture(model_type="hunyuan_v1_dense"),
+        "hy_v3": GraphArchitecture(
+            model_type="hy_v3", more=_hy_v3, keys=("expert_shared_feed_forward_length", "expert_weights_norm", *_GATED)
+        ),
+        "laguna": GraphArchitecture(
+            model_type="laguna",
+            more=_laguna,
+            keys=(
+                "attention.head_count",
+                "expert_shared_count",
+                "expert_weights_norm",
+                "leading_dense_block_count",
+                "rope.dimension_count_swa",
+                "rope.freq_base_swa",
+                *_GATED,
+                *_PATTERN,
+            ),
+        ),
+        "mellum": GraphArchitecture(model_type="mellum", more=_mellum, keys=("rope.freq_base_swa", *_PATTERN)),
         "hunyuan-moe": GraphArchitecture(
             model_type="hunyuan_v1_moe", more=_hunyuan_moe, keys=("expert_feed_forward_length", *_SHARED_KEYS)
         ),
@@ -748,10 +883,29 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
                 renamed={"ssm_dt.bias": "model.layers.{layer}.mixer.dt_bias"},
             ),
         ),
-        "olmo2": GraphArchitecture(model_type="olmo2"),
+        "nemotron": GraphArchitecture(model_type="nemotron", more=_nemotron, plus_one=_NORMS),
+        "olmo": GraphArchitecture(
+            model_type="olmo",
+            more=_olmo,
+            keys=("attention.clamp_kqv", "attention.layer_norm_epsilon"),
+            heads_in_pairs=True,
+        ),
+        "olmo2": GraphArchitecture(
+            model_type="olmo2",
+            with_key={"attention.sliding_window": "olmo3"},
+            more=_olmo2,
+            keys=("rope.freq_base_swa", *_PATTERN),
+        ),
+        "phi2": GraphArchitecture(model_type="phi", more=_phi2, keys=("feed_forward_length",)),
         "phi3": GraphArchitecture(model_type="phi3", more=_phi3),
         "phimoe": GraphArchitecture(model_type="phimoe", more=_phimoe),
         "qwen2": GraphArchitecture(model_type="qwen2"),
+        # Models that see: their text without images is computed as the family of the text alone.
+        "qwen2vl": GraphArchitecture(model_type="qwen2", keys=("rope.dimension_sections",)),
+        "qwen3vl": GraphArchitecture(model_type="qwen3", keys=("n_deepstack_layers", "rope.dimension_sections")),
+        "qwen3vlmoe": GraphArchitecture(
+            model_type="qwen3_moe", more=_norm_topk, keys=("n_deepstack_layers", "rope.dimension_sections")
+        ),
         "qwen3": GraphArchitecture(model_type="qwen3"),
         "qwen35": GraphArchitecture(model_type="qwen3_5_text", **_QWEN35),
         "qwen35moe": GraphArchitecture(model_type="qwen3_5_moe_text", **_QWEN35),
@@ -769,6 +923,7 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         ),
         "seed_oss": GraphArchitecture(model_type="seed_oss"),
         "smollm3": GraphArchitecture(model_type="smollm3", more=_no_rope, heads_in_pairs=True),
+        "stablelm": GraphArchitecture(model_type="stablelm", more=_stablelm),
         "starcoder2": GraphArchitecture(model_type="starcoder2"),
     }
 )
@@ -781,14 +936,10 @@ FROM_SAFETENSORS: Mapping[str, str] = MappingProxyType(
         "deepseek4": "deepseek_v4",
         "glm-dsa": "glm_moe_dsa",
         "gpt2": "gpt2",
-        "hy-v3": "hy_v3",
         "hy-v4": "hy_v4",
         "kimi-linear": "kimi_linear",
-        "laguna": "laguna",
-        "mellum": "mellum",
         "mimo2": "mimo_v2_flash",
         "mistral4": "mistral4",
-        "qwen3vlmoe": "qwen3_vl_moe",
         "step35": "step3p7",
     }
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import multiprocessing
 import sys
 import tempfile
@@ -88,6 +89,50 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **_LONG},
         },
     ),
+    "deepseek2": ("deepseek_v2", {}),
+    "deepseek2 (GLM-4.7-Flash)": ("glm4_moe_lite", {}),
+    "deepseek2 (V3)": ("deepseek_v3", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "llama (experts)": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
+    "qwen2moe": ("qwen2_moe", {}),
+    "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen2vl": ("qwen2", {}),
+    "qwen3vl": ("qwen3", {}),
+    "qwen3vlmoe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "chatglm": ("glm", {}),
+    "gptneox": ("gpt_neox", {}),
+    "granite_swa": ("granite_swa", {}),
+    "granite_swa (experts)": ("granitemoe_swa", {"shared_intermediate_size": 48}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {}),
+    "hy_v3": ("hy_v3", {}),
+    "laguna": (
+        "laguna",
+        {
+            "num_attention_heads_per_layer": [4, 8, 8, 8],
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        },
+    ),
+    "mellum": ("mellum", {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
+    "nemotron": ("nemotron", {}),
+    "olmo": ("olmo", {"clip_qkv": 8.0}),
+    "olmo2 (Olmo 3)": ("olmo3", {}),
+    "phi2": ("phi", {}),
+    "phimoe (128k)": (
+        "phimoe",
+        {
+            "max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_mscale": math.sqrt(1 + math.log(2) / math.log(64)),
+                "long_mscale": math.sqrt(1 + math.log(2) / math.log(64)),
+                **_LONG,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "stablelm": ("stablelm", {}),
     "hunyuan-moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
     "minimax-m2": ("minimax_m2", {"rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5}}),
     "phimoe": ("phimoe", {}),
@@ -139,9 +184,21 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
 # By architecture what config.json of published checkpoints has and the converter reads, and transformers does not write.
 PUBLISHED: Mapping[str, Fixed] = {
     "cohere2": {"rotary_pct": 1.0},
+    "deepseek2 (V3)": {"scoring_func": "sigmoid"},
+    "deepseek2 (GLM-4.7-Flash)": {"scoring_func": "sigmoid"},
+    "gptneox": {"rotary_pct": 0.25},
     "hunyuan-moe": {"moe_intermediate_size": [96], "moe_topk": [2], "num_shared_expert": [1]},
     "minimax-m2": {"rotary_dim": 8, "scoring_func": "sigmoid"},
+    **{
+        f"qwen{number}": {
+            "architectures": [f"{named}ForConditionalGeneration"],
+            "vision_config": {"deepstack_visual_indexes": [1]},
+            "text_config": {"model_type": "none"},
+        }
+        for number, named in (("2vl", "Qwen2VL"), ("3vl", "Qwen3VL"), ("3vlmoe", "Qwen3VLMoe"))
+    },
     "phimoe": {"architectures": ["PhiMoEForCausalLM"], "original_max_position_embeddings": 4096},
+    "phimoe (128k)": {"architectures": ["PhiMoEForCausalLM"]},
 }
 
 
@@ -161,10 +218,14 @@ def architecture(name: str) -> str:
     return name.partition(" (")[0]
 
 
+# Values of configs of which the defaults of transformers build no model.
+_NEEDED: Mapping[str, Fixed] = {"hunyuan_v1_dense": {"head_dim": 128}, "nemotron": {"num_key_value_heads": 8}}
+
+
 def config_for(name: str) -> Any:
     """The tiny config of architecture ``name``."""
     family, fixed = FAMILIES[name]
-    config = sized(self_test.tiny(config_of(family)))
+    config = sized(self_test.tiny(config_of(family, **_NEEDED.get(family, {}))))
     fields = config.to_dict()
     fields |= {key: fields.get(value, value) if isinstance(value, str) else value for key, value in fixed.items()}
     return type(config)(**fields)
@@ -242,6 +303,9 @@ def convert(source: Path, directory: Path, path: Path) -> str:
     import gguf
     from conversion import ModelBase, ModelType, base, get_model_architecture, get_model_class
 
+    load, written = ModelBase.load_hparams, json.loads((directory / "config.json").read_text())
+    # transformers drops keys of published checkpoints that its classes do not have.
+    ModelBase.load_hparams = staticmethod(lambda *args, **kwargs: written | load(*args, **kwargs))
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     architecture = get_model_architecture(ModelBase.load_hparams(directory, False), ModelType.TEXT)
     kind = get_model_class(architecture)
@@ -250,6 +314,7 @@ def convert(source: Path, directory: Path, path: Path) -> str:
     with torch.inference_mode():
         writer = kind(directory, gguf.LlamaFileType.ALL_F32, path)
         writer.write()
+    ModelBase.load_hparams = load
     return str(writer.gguf_writer.arch)
 
 

@@ -287,8 +287,9 @@ def _spellings(architecture: str, blocks: int) -> dict[str, list[str]]:
             result.setdefault(name, []).append(spelling)
         return result
     for tensor, spellings in TensorNameMap.mappings_cfg.items():  # of architectures that gguf-py does not know yet
-        result[TENSOR_NAMES[tensor]] = list(spellings)
+        result.setdefault(TENSOR_NAMES[tensor], []).extend(spellings)
     for block in range(blocks):
         for tensor, spellings in TensorNameMap.block_mappings_cfg.items():
-            result[TENSOR_NAMES[tensor].format(bid=block)] = [spelling.format(bid=block) for spelling in spellings]
+            names = result.setdefault(TENSOR_NAMES[tensor].format(bid=block), [])
+            names.extend(spelling.format(bid=block) for spelling in spellings)
     return result

@@ -50,8 +50,18 @@ def _by_group(stored: Tiled, config: Any) -> Tiled:
     return concatenated(grouped, 1).view(stored.shape)
 
 
+def _by_head(stored: Tiled, config: Any) -> Tiled:
+    """Rows of all queries, all keys, and all values, of which transformers has those of a head together."""
+    heads, (rows, *others) = config.num_attention_heads, stored.shape
+    if rows % (3 * heads):
+        raise ValueError(f"{rows} rows for {heads} heads of queries, keys and values")
+    parts = stored.view((3, heads, rows // heads // 3, *others))
+    return parts.permute((1, 0, *range(2, len(parts.shape)))).view(stored.shape)
+
+
 ORDERS: Mapping[str, Callable[[Tiled, Any], Tiled]] = {
     "values_in_rounds": _values,
     "values_in_rounds_last": _queries_keys_values,
     "by_group": _by_group,
+    "by_head": _by_head,
 }
