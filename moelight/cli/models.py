@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from moelight.cli.options import argument, with_options
 from moelight.cli.tables import indented, open_console, plain_table, print_json, section, show, stacked, text
 from moelight.core.errors import ConfigError
 from moelight.core.units import format_bytes
+from moelight.profiles.gguf_tested import ArchitectureTest, read_tests
 
 if TYPE_CHECKING:
     from rich.table import Table as View
@@ -39,7 +41,9 @@ def models(
 ) -> None:
     """List the families of models that run, how, and what was tested; of one MODEL all of that, and test it.
 
-    The families are those of the installed transformers that have experts. The test compares a tiny model with the
+    The families are those of the installed transformers that have experts. Architectures of GGUF files follow, with the
+    greedy tokens from tiny files of llama.cpp's converter that are transformers', and the files of its quantiser whose
+    tokens are those of their values. The test compares a tiny model with the
     switches of MODEL's config with transformers' eager forward, as is done before a job. Exit code 1: MODEL does not
     run.
     """
@@ -62,7 +66,9 @@ def _list(*, as_json: bool) -> None:
     passed = self_tests()
     if as_json:
         families = [family_as_dict(family, passed) for family in table.families]
-        print_json({"transformers": theirs, "torch": torch, "moelight": moelight_version, "families": families})
+        architectures = [asdict(test) for test in read_tests()]
+        installed = {"transformers": theirs, "torch": torch, "moelight": moelight_version}
+        print_json({**installed, "families": families, "gguf": architectures})
         return
     runs = [family for family in table.families if family.how is not None]
     kinds = ", ".join(f"{sum(family.how == how for family in runs)} {how}" for how in ("native", "graph", "opaque"))
@@ -71,6 +77,7 @@ def _list(*, as_json: bool) -> None:
         text((f"transformers {theirs}", "bold"), f": {len(runs)} of {len(table.families)} families run ({kinds})"),
         _families(runs, passed),
         _others([family for family in table.families if family.how is None]),
+        _architectures(read_tests()),
         text(("moelight models NAME says more of one, or of the config.json in a directory, and tests it", "dim")),
     )
 
@@ -91,6 +98,15 @@ def _others(families: Sequence[Family]) -> View:
     for family in families:
         view.add_row(text(family.name), text((family.reason or "", "dim")))
     view.columns[-1].no_wrap = False
+    return view
+
+
+def _architectures(tests: Sequence[ArchitectureTest]) -> View:
+    view = plain_table("GGUF architecture", "family", ">greedy", ">quantised")
+    for test in tests:
+        same = sum(result == f"{test.tokens} of {test.tokens}" for result in test.kinds.values())
+        files = f"{same}/{len(test.kinds)}" if test.kinds else ""
+        view.add_row(text(test.name), text(test.model_type), f"{test.equal}/{test.tokens}", files)
     return view
 
 

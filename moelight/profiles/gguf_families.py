@@ -41,7 +41,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "expert_feed_forward_length": ("moe_intermediate_size",),
         "expert_shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
         "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
-        "expert_weights_scale": ("routed_scaling_factor", "route_scale", "router_scaling_factor", "moe_routed_scaling_factor"),
+        "expert_weights_scale": (
+            "routed_scaling_factor",
+            "route_scale",
+            "router_scaling_factor",
+            "moe_routed_scaling_factor",
+        ),
         "expert_weights_norm": ("norm_topk_prob", "route_norm"),
         "expert_group_count": ("n_group",),
         "expert_group_used_count": ("topk_group",),
@@ -318,7 +323,11 @@ def _rotated(keys: Metadata) -> int:
         raise keys.error("tensor rope_freqs.weight is missing, which says what layers without a window rotate")
     factors = _factors(tensor)
     count = sum(factor == 1.0 for factor in factors)
-    if not count or any(factor != 1.0 for factor in factors[:count]) or min(factors[count:], default=math.inf) < _NOT_ROTATED:
+    if (
+        not count
+        or any(factor != 1.0 for factor in factors[:count])
+        or min(factors[count:], default=math.inf) < _NOT_ROTATED
+    ):
         raise keys.error("tensor rope_freqs.weight has other divisors than 1 and 1e30, which are not computed")
     return count
 
@@ -771,13 +780,13 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
     {
         "afmoe": GraphArchitecture(model_type="afmoe", more=_afmoe, keys=(*_GATED, *_PATTERN)),
         "arcee": GraphArchitecture(model_type="arcee", heads_in_pairs=True),
+        "chatglm": GraphArchitecture(model_type="glm"),
+        "cohere2": GraphArchitecture(model_type="cohere2", more=_cohere2, keys=("logit_scale", *_PATTERN)),
         "cohere2moe": GraphArchitecture(
             model_type="cohere2_moe",
             more=_cohere2_moe,
             keys=("logit_scale", "expert_feed_forward_length", "leading_dense_block_count", *_GATED, *_PATTERN),
         ),
-        "chatglm": GraphArchitecture(model_type="glm"),
-        "cohere2": GraphArchitecture(model_type="cohere2", more=_cohere2, keys=("logit_scale", *_PATTERN)),
         "command-r": GraphArchitecture(model_type="cohere", more=_command_r, keys=("logit_scale",)),
         "dbrx": GraphArchitecture(model_type="dbrx", more=_dbrx, keys=_DBRX),
         "dots1": GraphArchitecture(model_type="dots1", more=_sigmoid, keys=_GATED),
@@ -808,7 +817,21 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         ),
         "glm4": GraphArchitecture(model_type="glm4"),
         "glm4moe": GraphArchitecture(model_type="glm4_moe", more=_sigmoid, keys=_GATED),
+        "gptneox": GraphArchitecture(
+            model_type="gpt_neox", more=_gpt_neox, orders=dict.fromkeys(("attn_qkv", "attn_qkv.bias"), "by_head")
+        ),
         "granite": GraphArchitecture(model_type="granite", more=_granite, keys=("logit_scale",), heads_in_pairs=True),
+        "granite_swa": GraphArchitecture(
+            model_type="granite_swa",
+            with_key={"expert_count": "granitemoe_swa"},
+            more=_granite_swa,
+            keys=("logit_scale", *_PATTERN),
+            heads_in_pairs=True,
+            renamed={
+                "ffn_gate_inp.weight": "model.layers.{layer}.block_sparse_moe.router.weight",
+                "ffn_up_shexp.weight": "model.layers.{layer}.shared_mlp.input_linear.weight",
+            },
+        ),
         "granitehybrid": GraphArchitecture(
             model_type="granitemoehybrid",
             more=_granite_hybrid,
@@ -826,24 +849,14 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             heads_in_pairs=True,
             joined=_SHARED,
         ),
-        "gptneox": GraphArchitecture(
-            model_type="gpt_neox", more=_gpt_neox, orders=dict.fromkeys(("attn_qkv", "attn_qkv.bias"), "by_head")
-        ),
-        "granite_swa": GraphArchitecture(
-            model_type="granite_swa",
-            with_key={"expert_count": "granitemoe_swa"},
-            more=_granite_swa,
-            keys=("logit_scale", *_PATTERN),
-            heads_in_pairs=True,
-            renamed={
-                "ffn_gate_inp.weight": "model.layers.{layer}.block_sparse_moe.router.weight",
-                "ffn_up_shexp.weight": "model.layers.{layer}.shared_mlp.input_linear.weight",
-            },
-        ),
         "hunyuan-dense": GraphArchitecture(model_type="hunyuan_v1_dense"),
+        "hunyuan-moe": GraphArchitecture(
+            model_type="hunyuan_v1_moe", more=_hunyuan_moe, keys=("expert_feed_forward_length", *_SHARED_KEYS)
+        ),
         "hy_v3": GraphArchitecture(
             model_type="hy_v3", more=_hy_v3, keys=("expert_shared_feed_forward_length", "expert_weights_norm", *_GATED)
         ),
+        "jamba": GraphArchitecture(model_type="jamba", more=_jamba, keys=_SSM, negated_exp=("ssm_a",)),
         "laguna": GraphArchitecture(
             model_type="laguna",
             more=_laguna,
@@ -858,21 +871,20 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
                 *_PATTERN,
             ),
         ),
-        "mellum": GraphArchitecture(model_type="mellum", more=_mellum, keys=("rope.freq_base_swa", *_PATTERN)),
-        "hunyuan-moe": GraphArchitecture(
-            model_type="hunyuan_v1_moe", more=_hunyuan_moe, keys=("expert_feed_forward_length", *_SHARED_KEYS)
-        ),
-        "jamba": GraphArchitecture(model_type="jamba", more=_jamba, keys=_SSM, negated_exp=("ssm_a",)),
         "lfm2": GraphArchitecture(model_type="lfm2", more=_lfm2),
         "lfm2moe": GraphArchitecture(model_type="lfm2_moe", more=_lfm2_moe, keys=_GATED),
         "llama": GraphArchitecture(model_type="llama", heads_in_pairs=True),
         "llama4": GraphArchitecture(
             model_type="llama4_text", more=_llama4, keys=("interleave_moe_layer_step", "expert_feed_forward_length")
         ),
-        "minimax-m2": GraphArchitecture(model_type="minimax_m2", more=_minimax_m2, keys=("expert_feed_forward_length", *_GATED)),
+        "mellum": GraphArchitecture(model_type="mellum", more=_mellum, keys=("rope.freq_base_swa", *_PATTERN)),
+        "minimax-m2": GraphArchitecture(
+            model_type="minimax_m2", more=_minimax_m2, keys=("expert_feed_forward_length", *_GATED)
+        ),
         "mistral3": GraphArchitecture(
             model_type="ministral3", more=_mistral3, keys=("attention.temperature_scale",), heads_in_pairs=True
         ),
+        "nemotron": GraphArchitecture(model_type="nemotron", more=_nemotron, plus_one=_NORMS),
         **dict.fromkeys(
             ("nemotron_h", "nemotron_h_moe"),
             GraphArchitecture(
@@ -883,7 +895,6 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
                 renamed={"ssm_dt.bias": "model.layers.{layer}.mixer.dt_bias"},
             ),
         ),
-        "nemotron": GraphArchitecture(model_type="nemotron", more=_nemotron, plus_one=_NORMS),
         "olmo": GraphArchitecture(
             model_type="olmo",
             more=_olmo,
@@ -902,10 +913,6 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         "qwen2": GraphArchitecture(model_type="qwen2"),
         # Models that see: their text without images is computed as the family of the text alone.
         "qwen2vl": GraphArchitecture(model_type="qwen2", keys=("rope.dimension_sections",)),
-        "qwen3vl": GraphArchitecture(model_type="qwen3", keys=("n_deepstack_layers", "rope.dimension_sections")),
-        "qwen3vlmoe": GraphArchitecture(
-            model_type="qwen3_moe", more=_norm_topk, keys=("n_deepstack_layers", "rope.dimension_sections")
-        ),
         "qwen3": GraphArchitecture(model_type="qwen3"),
         "qwen35": GraphArchitecture(model_type="qwen3_5_text", **_QWEN35),
         "qwen35moe": GraphArchitecture(model_type="qwen3_5_moe_text", **_QWEN35),
@@ -920,6 +927,10 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
                 "model.layers.{layer}.linear_attn.in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight"),
             },
             orders={"attn_qkv": "by_group"},
+        ),
+        "qwen3vl": GraphArchitecture(model_type="qwen3", keys=("n_deepstack_layers", "rope.dimension_sections")),
+        "qwen3vlmoe": GraphArchitecture(
+            model_type="qwen3_moe", more=_norm_topk, keys=("n_deepstack_layers", "rope.dimension_sections")
         ),
         "seed_oss": GraphArchitecture(model_type="seed_oss"),
         "smollm3": GraphArchitecture(model_type="smollm3", more=_no_rope, heads_in_pairs=True),

@@ -109,8 +109,8 @@ class StoredMatrix(Matrix[TensorInfo]):
     """A matrix of ``module`` in a checkpoint. ``heads``: that many heads, the two halves of each with their rows
     interleaved (`gguf_config.hf_rows`); 0: rows are in transformers' order. ``stack``: so many matrices of equal size
     below one another, whose blocks begin anew with each. ``stored_as``: values are stored as a function of them, one of
-    `stored_matrix.INVERSES`; empty: as they are. ``rounds``: of ``heads_in_rounds`` the number of rounds, and of heads in
-    each."""
+    `stored_matrix.INVERSES`; empty: as they are. ``rounds``: of ``heads_in_rounds`` the number of rounds, and of heads
+    in each."""
 
     module: str
     heads: int = 0

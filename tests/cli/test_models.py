@@ -18,6 +18,8 @@ from moelight.cli import models
 from moelight.models.graph import family_table, support
 from moelight.models.graph.family_table import Table
 from moelight.models.graph.self_test import tiny
+from moelight.profiles.gguf_config import ARCHITECTURES
+from moelight.profiles.gguf_families import GRAPH_ARCHITECTURES
 from tests.cli.program import moelight_inside as run
 from tests.models.graph.measured import config_of
 
@@ -64,6 +66,16 @@ def test_the_list_is_the_table(tmp_path: Path) -> None:
     count = sum(row["how"] is not None for row in rows.values())
     assert f"{count} of {len(rows)} families run (3 native, " in lines[0]
     assert any(line.startswith("gpt_oss ") and "graph" in line and "32/32" in line for line in lines)
+
+
+@newest
+def test_the_list_has_the_architectures_of_gguf_files() -> None:
+    tests = {item["name"]: item for item in answer()["gguf"]}
+    assert {*ARCHITECTURES, *GRAPH_ARCHITECTURES} == {name.partition(" (")[0] for name in tests} | {"nemotron_h"}
+    assert tests["qwen3next"]["model_type"] == "qwen3_next"
+    assert (tests["gemma3"]["equal"], tests["gemma3"]["tokens"]) == (24, 24)
+    lines = run("models").stdout.splitlines()
+    assert any(line.split()[:3] == ["qwen3next", "qwen3_next", "24/24"] for line in lines)
 
 
 def test_a_version_without_a_table_is_looked_at_once(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

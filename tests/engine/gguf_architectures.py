@@ -4,8 +4,9 @@
 
 DIR is the unpacked source of the package llama-cpp-python, which `make gguf` fetches. For each architecture
 transformers makes a tiny random checkpoint, the converter writes a file of it in float32, and greedy tokens from the
-file are compared with those of transformers on the checkpoint. --update writes the table of docs/reference/gguf.md
-and the headers that test_gguf_architectures.py reads: the keys that the converter wrote, and the tensors' shapes.
+file are compared with those of transformers on the checkpoint; tokens from files of its quantiser, with those from the
+same file unpacked by gguf-py. --update writes the table of docs/reference/gguf.md, its data (gguf_tested.json) and the
+headers that test_gguf_architectures.py reads: the keys that the converter wrote, and the tensors' shapes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import math
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
 from moelight.models.graph import self_test
+from moelight.profiles import gguf_tested
+from moelight.profiles.gguf_tested import ArchitectureTest, read_tests, write_tests
+from tests.engine import gguf_quantized
 from tests.models.graph.measured import config_of, sized
 
 ROOT = Path(__file__).parents[2]
@@ -55,9 +58,14 @@ Fixed = Mapping[str, Any]
 FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "afmoe": ("afmoe", {"mup_enabled": True}),
     "arcee": ("arcee", {}),
+    "chatglm": ("glm", {}),
+    "cohere2": ("cohere2", {}),
     "cohere2moe": ("cohere2_moe", {}),
     "command-r": ("cohere", {}),
     "dbrx": ("dbrx", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "deepseek2": ("deepseek_v2", {}),
+    "deepseek2 (GLM-4.7-Flash)": ("glm4_moe_lite", {}),
+    "deepseek2 (V3)": ("deepseek_v3", {}),
     "dots1": ("dots1", {}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5-moe": ("ernie4_5_moe", {}),
@@ -66,20 +74,66 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": "head_dim"}),
     "gemma3": ("gemma3_text", {"query_pre_attn_scalar": "head_dim"}),
+    "gemma4": ("gemma4_text", {"per_layer_config": {5: {"head_dim": 32}}}),
+    "gemma4 (26B-A4B)": (
+        "gemma4_text",
+        {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "per_layer_config": {5: {"head_dim": 32, "num_key_value_heads": 1}},
+        },
+    ),
+    "gemma4 (E2B)": (
+        "gemma4_text",
+        {
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+            "per_layer_config": {layer: {"head_dim": 32} for layer in (2, 5)},
+        },
+    ),
     "glm4": ("glm4", {}),
     "glm4moe": ("glm4_moe", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gptneox": ("gpt_neox", {}),
     "granite": ("granite", {}),
+    "granite_swa": ("granite_swa", {}),
+    "granite_swa (experts)": ("granitemoe_swa", {"shared_intermediate_size": 48}),
     "granitehybrid": ("granitemoehybrid", {"position_embedding_type": "nope"}),
     "granitemoe": ("granitemoe", {}),
+    "granitemoe (shared)": ("granitemoeshared", {"shared_intermediate_size": 48}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
+    "hy_v3": ("hy_v3", {}),
     "jamba": ("jamba", {}),
+    "laguna": (
+        "laguna",
+        {
+            "num_attention_heads_per_layer": [4, 8, 8, 8],
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        },
+    ),
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2moe": ("lfm2_moe", {}),
     "llama": ("llama", {}),
     "llama (Llama 3)": ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **_LLAMA3}}),
+    "llama (experts)": ("mixtral", {}),
     "llama4": ("llama4_text", {"attention_chunk_size": 8192, "floor_scale": 8192}),
+    "mellum": ("mellum", {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
+    "minimax-m2": ("minimax_m2", {"rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5}}),
     "mistral3": ("ministral3", {}),
+    "nemotron": ("nemotron", {}),
     "nemotron_h_moe": ("nemotron_h", {}),
+    "olmo": ("olmo", {"clip_qkv": 8.0}),
     "olmo2": ("olmo2", {}),
+    "olmo2 (Olmo 3)": ("olmo3", {}),
+    "olmoe": ("olmoe", {}),
+    "phi2": ("phi", {}),
     "phi3": ("phi3", {}),
     "phi3 (128k)": (
         "phi3",
@@ -89,35 +143,7 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **_LONG},
         },
     ),
-    "deepseek2": ("deepseek_v2", {}),
-    "deepseek2 (GLM-4.7-Flash)": ("glm4_moe_lite", {}),
-    "deepseek2 (V3)": ("deepseek_v3", {}),
-    "gpt-oss": ("gpt_oss", {}),
-    "llama (experts)": ("mixtral", {}),
-    "olmoe": ("olmoe", {}),
-    "qwen2moe": ("qwen2_moe", {}),
-    "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
-    "qwen2vl": ("qwen2", {}),
-    "qwen3vl": ("qwen3", {}),
-    "qwen3vlmoe": ("qwen3_moe", {"norm_topk_prob": True}),
-    "chatglm": ("glm", {}),
-    "gptneox": ("gpt_neox", {}),
-    "granite_swa": ("granite_swa", {}),
-    "granite_swa (experts)": ("granitemoe_swa", {"shared_intermediate_size": 48}),
-    "hunyuan-dense": ("hunyuan_v1_dense", {}),
-    "hy_v3": ("hy_v3", {}),
-    "laguna": (
-        "laguna",
-        {
-            "num_attention_heads_per_layer": [4, 8, 8, 8],
-            "layer_types": ["full_attention", *["sliding_attention"] * 3],
-        },
-    ),
-    "mellum": ("mellum", {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
-    "nemotron": ("nemotron", {}),
-    "olmo": ("olmo", {"clip_qkv": 8.0}),
-    "olmo2 (Olmo 3)": ("olmo3", {}),
-    "phi2": ("phi", {}),
+    "phimoe": ("phimoe", {}),
     "phimoe (128k)": (
         "phimoe",
         {
@@ -132,39 +158,9 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
             },
         },
     ),
-    "stablelm": ("stablelm", {}),
-    "hunyuan-moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
-    "minimax-m2": ("minimax_m2", {"rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5}}),
-    "phimoe": ("phimoe", {}),
-    "granitemoe (shared)": ("granitemoeshared", {"shared_intermediate_size": 48}),
-    "cohere2": ("cohere2", {}),
-    "gemma4": ("gemma4_text", {"per_layer_config": {5: {"head_dim": 32}}}),
-    "gemma4 (E2B)": (
-        "gemma4_text",
-        {
-            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
-            "num_kv_shared_layers": 3,
-            "use_double_wide_mlp": True,
-            "final_logit_softcapping": 30.0,
-            "per_layer_config": {layer: {"head_dim": 32} for layer in (2, 5)},
-        },
-    ),
-    "gemma4 (26B-A4B)": (
-        "gemma4_text",
-        {
-            "hidden_size_per_layer_input": 0,
-            "attention_k_eq_v": True,
-            "enable_moe_block": True,
-            "num_experts": 8,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 32,
-            "per_layer_config": {5: {"head_dim": 32, "num_key_value_heads": 1}},
-        },
-    ),
-    "qwen3next": ("qwen3_next", {}),
-    "qwen35": ("qwen3_5_text", {}),
-    "qwen35moe": ("qwen3_5_moe_text", {}),
     "qwen2": ("qwen2", {}),
+    "qwen2moe": ("qwen2_moe", {}),
+    "qwen2vl": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3 (yarn)": (
         "qwen3",
@@ -177,11 +173,18 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
             }
         },
     ),
+    "qwen35": ("qwen3_5_text", {}),
+    "qwen35moe": ("qwen3_5_moe_text", {}),
+    "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3next": ("qwen3_next", {}),
+    "qwen3vl": ("qwen3", {}),
+    "qwen3vlmoe": ("qwen3_moe", {"norm_topk_prob": True}),
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {}),
+    "stablelm": ("stablelm", {}),
     "starcoder2": ("starcoder2", {}),
 }
-# By architecture what config.json of published checkpoints has and the converter reads, and transformers does not write.
+# By architecture what config.json of published checkpoints has, the converter reads, and transformers does not write.
 PUBLISHED: Mapping[str, Fixed] = {
     "cohere2": {"rotary_pct": 1.0},
     "deepseek2 (V3)": {"scoring_func": "sigmoid"},
@@ -200,17 +203,6 @@ PUBLISHED: Mapping[str, Fixed] = {
     "phimoe": {"architectures": ["PhiMoEForCausalLM"], "original_max_position_embeddings": 4096},
     "phimoe (128k)": {"architectures": ["PhiMoEForCausalLM"]},
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What became of one architecture: tokens that are transformers' of all, or why there are none."""
-
-    name: str
-    family: str
-    equal: int = 0
-    tokens: int = 0
-    reason: str = ""
 
 
 def architecture(name: str) -> str:
@@ -318,26 +310,60 @@ def convert(source: Path, directory: Path, path: Path) -> str:
     return str(writer.gguf_writer.arch)
 
 
-def compared(converter: ProcessPoolExecutor, source: Path, name: str) -> tuple[Outcome, dict[str, Any]]:
-    """The outcome of architecture ``name``, and the header that the converter, in its own process, wrote."""
+def compared(
+    converter: ProcessPoolExecutor, source: Path, name: str, library: Path | None = None
+) -> tuple[ArchitectureTest, dict[str, Any]]:
+    """The test of architecture ``name``, and the header that the converter, in its own process, wrote. With a
+    ``library`` of llama.cpp its quantiser's files are compared, too."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     family = FAMILIES[name][0]
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
+        path = directory / "tiny.gguf"
         save_checkpoint(name, directory, spare=_SPARE.get(family, 0))
         wanted = wanted_tokens(directory)
         publish(name, directory)
-        written = converter.submit(convert, source, directory, directory / "tiny.gguf").result()
+        written = converter.submit(convert, source, directory, path).result()
         assert written == architecture(name), f"{family} became {written}"
-        header = header_of(directory / "tiny.gguf", name)
+        header = header_of(path, name)
         try:
-            answers = tokens_of(directory / "tiny.gguf")
+            answers = tokens_of(path)
         except MoelightError as error:
-            return Outcome(name=name, family=family, reason=str(error).replace(scratch, "")), header
-    pairs = [(a, b) for one, other in zip(answers, wanted, strict=True) for a, b in zip(one, other, strict=True)]
-    equal = sum(a == b for a, b in pairs)
-    return Outcome(name=name, family=family, equal=equal, tokens=sum(map(len, wanted))), header
+            reason = str(error).replace(scratch, "")
+            return ArchitectureTest(name=name, model_type=family, reason=reason), header
+        kinds = {} if library is None else quantised(converter, source, library, name, directory)
+    return ArchitectureTest(
+        name=name, model_type=family, equal=_equal(answers, wanted), tokens=sum(map(len, wanted)), kinds=kinds
+    ), header
+
+
+def quantised(
+    converter: ProcessPoolExecutor, source: Path, library: Path, name: str, directory: Path
+) -> dict[str, str]:
+    """By kind of file, how many greedy tokens from files of llama.cpp's quantiser are those of their values."""
+    results = {}
+    wide, stored, values = (directory / f"{part}.gguf" for part in ("wide", "stored", "values"))
+    config = gguf_quantized.widened(config_for(name))
+    self_test.random_model(config, 0).save_pretrained(directory)
+    save_tokenizer(directory, config.get_text_config().vocab_size - _SPARE.get(FAMILIES[name][0], 0))
+    publish(name, directory)
+    converter.submit(convert, source, directory, wide).result()
+    for kind in gguf_quantized.KINDS:
+        if reason := converter.submit(gguf_quantized.quantize, library, wide, stored, kind).result():
+            results[kind] = f"not written: {reason}"
+            continue
+        gguf_quantized.unpack(stored, values)
+        wanted = tokens_of(values)
+        try:
+            results[kind] = f"{_equal(tokens_of(stored), wanted)} of {sum(map(len, wanted))}"
+        except MoelightError as error:
+            results[kind] = str(error).replace(str(directory), "")
+    return results
+
+
+def _equal(answers: list[list[int]], wanted: list[list[int]]) -> int:
+    return sum(a == b for one, other in zip(answers, wanted, strict=True) for a, b in zip(one, other, strict=True))
 
 
 def header_of(path: Path, name: str) -> dict[str, Any]:
@@ -350,43 +376,59 @@ def header_of(path: Path, name: str) -> dict[str, Any]:
     return {"keys": keys, "tensors": {tensor.name: list(tensor.shape) for tensor in file.tensors.values()}}
 
 
-def table_of(outcomes: list[Outcome]) -> str:
+def table_of(tests: Iterable[ArchitectureTest]) -> str:
     """The table of docs/reference/gguf.md."""
+    kinds = list(gguf_quantized.KINDS)
     lines = [
-        "| `general.architecture` | family (model_type) | greedy tokens that are transformers' |",
-        "| --- | --- | --- |",
+        f"| `general.architecture` | family (model_type) | tokens | {' | '.join(kinds)} |",
+        f"| --- | --- | --- |{' --- |' * len(kinds)}",
     ]
-    for outcome in outcomes:
-        result = f"{outcome.equal} of {outcome.tokens}" if outcome.tokens else outcome.reason
-        lines.append(f"| {outcome.name} | {outcome.family} | {result} |")
+    for test in tests:
+        result = f"{test.equal} of {test.tokens}" if test.tokens else test.reason
+        cells = (test.kinds.get(kind, "") for kind in kinds)
+        lines.append(f"| {test.name} | {test.model_type} | {result} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main(report: Callable[[str], None] = print) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--source", type=Path, required=True, help="unpacked source of llama-cpp-python")
+    parser.add_argument("--library", type=Path, help="libllama.so, whose quantiser is asked for files, too")
     parser.add_argument("--names", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
-    parser.add_argument("--update", action="store_true", help="write the table and the headers")
+    parser.add_argument("--update", action="store_true", help="write the table, its data and the headers")
     arguments = parser.parse_args()
-    outcomes, headers = [], json.loads(HEADERS.read_text()) if HEADERS.exists() else {}
+    headers = json.loads(HEADERS.read_text()) if HEADERS.exists() else {}
+    tests = {test.name: test for test in read_tests()} if gguf_tested.TABLE.exists() else {}
+    results = []
     # The converter brings a gguf-py of its own, so it has its own process.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as converter:
         for name in arguments.names:
-            outcome, headers[name] = compared(converter, arguments.source, name)
-            outcomes.append(outcome)
-            report(f"{name}: {outcome.equal} of {outcome.tokens} {outcome.reason}".rstrip())
-    if arguments.update:
-        HEADERS.write_text(json.dumps(dict(sorted(headers.items())), indent=None, separators=(",", ":")) + "\n")
-        if arguments.names == list(FAMILIES):
-            before, _, after = TABLE.read_text().partition(MARK)
-            end = after.partition(MARK)[2]
-            TABLE.write_text(f"{before}{MARK}\n\n{table_of(outcomes)}\n\n{MARK}{end}")
-    right = sum(outcome.tokens > 0 and outcome.equal == outcome.tokens for outcome in outcomes)
-    wrong = sum(
-        0 < outcome.equal < outcome.tokens or (outcome.tokens > 0 and outcome.equal == 0) for outcome in outcomes
-    )
-    report(json.dumps({"architectures": len(outcomes), "equal": right, "other tokens": wrong}))
-    return 0 if right == len(outcomes) else 1
+            test, headers[name] = compared(converter, arguments.source, name, arguments.library)
+            tests[name] = test
+            results.append(test)
+            kinds = ", ".join(f"{kind} {result}" for kind, result in test.kinds.items())
+            report(f"{name}: {test.equal} of {test.tokens} {test.reason}{kinds}".rstrip())
+            if arguments.update:
+                write_all(headers, tests)
+    right = sum(test.tokens > 0 and test.equal == test.tokens for test in results)
+    wrong = sum(test.equal < test.tokens for test in results)
+    same = f"{TOKENS * len(PROMPTS)} of {TOKENS * len(PROMPTS)}"
+    files = [result for test in results for result in test.kinds.values()]
+    other = sum(" of " in result and result != same for result in files)
+    counts = {"architectures": len(results), "equal": right, "other tokens": wrong}
+    counts |= {"quantised files": len(files), "equal to their values": files.count(same), "other values": other}
+    report(json.dumps(counts))
+    return 0 if right == len(results) and not other else 1
+
+
+def write_all(headers: Mapping[str, Any], tests: Mapping[str, ArchitectureTest]) -> None:
+    """Write the headers, the data of the table, and the table, of all that `FAMILIES` has."""
+    headers, tests = ({name: given[name] for name in FAMILIES if name in given} for given in (headers, tests))
+    HEADERS.write_text(json.dumps(dict(sorted(headers.items())), indent=None, separators=(",", ":")) + "\n")
+    write_tests(tests)
+    before, _, after = TABLE.read_text().partition(MARK)
+    end = after.partition(MARK)[2]
+    TABLE.write_text(f"{before}{MARK}\n\n{table_of(read_tests())}\n\n{MARK}{end}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Kinds of files by their numbers in llama.h. Some quantise by the importance of columns, of which `quantize` draws some.
+# Kinds of files by their numbers in llama.h. Some need the importance of columns, which `quantize` draws.
 KINDS: Mapping[str, int] = {"Q8_0": 7, "Q4_K_M": 15, "Q2_K": 10, "IQ2_XS": 20, "MXFP4_MOE": 38}
 _BY_IMPORTANCE = ("IQ2_XS",)
 _WIDTH = 256  # numbers of a block of most kinds

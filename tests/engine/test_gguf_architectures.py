@@ -24,16 +24,19 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import Shares
 from moelight.models.checkpoints import open_model
 from moelight.models.profiles import profile_of_checkpoint
+from moelight.profiles.gguf_config import ARCHITECTURES
 from moelight.profiles.gguf_families import GRAPH_ARCHITECTURES
 from moelight.profiles.model_files import load_model_profile
 from tests.engine import gguf_architectures as architectures
 
 HEADERS: dict[str, dict[str, Any]] = json.loads(architectures.HEADERS.read_text())
-# One of each rule in the usual tests: pairs of heads, norms plus one, stacks of experts, state spaces, fused rows.
-USUAL = ("llama (Llama 3)", "gemma3", "glm4moe", "granitehybrid", "phi3 (128k)")
+# One of each rule in the usual tests: pairs of heads, norms plus one, stacks of experts, state spaces, fused rows,
+# heads in rounds.
+USUAL = ("llama (Llama 3)", "gemma3", "glm4moe", "granitehybrid", "phi3 (128k)", "qwen35moe")
 _TYPES = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
-_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
-_IN_PAIRS = {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"}
+_LINEAR = {"qwen35", "qwen35moe", "qwen3next"}
+_PLUS_ONE = {"gemma", "gemma2", "gemma3", *_LINEAR}
+_IN_PAIRS = {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "olmo", "smollm3"}
 
 
 def write_file(name: str, directory: Path, path: Path, rounds: str = "", unpacks: bool = False) -> None:
@@ -137,9 +140,21 @@ def _stored(name: str, key: str, value: torch.Tensor, config: Any) -> torch.Tens
         heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
         halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         return halves.swapaxes(1, 2).reshape(value.shape)
-    if name in _PLUS_ONE and key.endswith("norm.weight"):
+    if name in _PLUS_ONE and key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight"):
         return value + 1
+    if name in ("qwen35", "qwen35moe") and ".linear_attn." in key and not key.endswith(".norm.weight"):
+        value = _in_rounds(key, value, config)
     return -torch.exp(value) if key.endswith("A_log") else value
+
+
+def _in_rounds(key: str, value: torch.Tensor, config: Any) -> torch.Tensor:
+    """Heads of values one of each group after another, in rows, or in columns of the last matrix."""
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    if "out_proj" in key:
+        return _in_rounds("", value.T, config).T
+    before = 2 * groups * config.linear_key_head_dim if "in_proj_qkv" in key or "conv1d" in key else 0
+    grouped = value[before:].reshape(groups, heads // groups, -1)
+    return torch.cat([value[:before], grouped.swapaxes(0, 1).reshape(value[before:].shape)])
 
 
 @pytest.mark.parametrize(
@@ -157,6 +172,19 @@ def _stored(name: str, key: str, value: torch.Tensor, config: Any) -> torch.Tens
             "exaone4",
             "llama",
             "phi3",
+            "chatglm",
+            "gemma4 (E2B)",
+            "gemma4 (26B-A4B)",
+            "hunyuan-dense",
+            "hunyuan-moe",
+            "minimax-m2",
+            "nemotron",
+            "olmo",
+            "olmo2 (Olmo 3)",
+            "phimoe",
+            "qwen35",
+            "qwen3next",
+            "stablelm",
             *USUAL,
         )
     ],
@@ -177,7 +205,7 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 def test_the_converter_was_asked_for_every_architecture() -> None:
     written = set(map(architectures.architecture, HEADERS))
-    assert {*GRAPH_ARCHITECTURES} == {*written, "nemotron_h"}, "run `make gguf` with --update"
+    assert {*ARCHITECTURES, *GRAPH_ARCHITECTURES} == {*written, "nemotron_h"}, "run `make gguf` with --update"
 
 
 @pytest.mark.parametrize("name", ["llama", "glm4moe"])
