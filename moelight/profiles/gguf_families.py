@@ -366,6 +366,13 @@ def _only(keys: Metadata, function: str, default: str) -> None:
         )
 
 
+def _bailing_moe2(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "sigmoid", "sigmoid")
+    width = keys.integer("expert_feed_forward_length", least=1) * keys.integer("expert_shared_count", 1)
+    keys.only("expert_shared_feed_forward_length", (width,), f"and shared experts have {width}")
+    return {}
+
+
 def _ernie(keys: Metadata) -> dict[str, Any]:
     return {
         "moe_layer_start_index": keys.integer("leading_dense_block_count", 0),
@@ -780,6 +787,11 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
     {
         "afmoe": GraphArchitecture(model_type="afmoe", more=_afmoe, keys=(*_GATED, *_PATTERN)),
         "arcee": GraphArchitecture(model_type="arcee", heads_in_pairs=True),
+        # Their own code is no part of transformers; it computes Sarvam's models, which llama.cpp gives this architecture,
+        # by GLM-4's experts.
+        "bailingmoe2": GraphArchitecture(
+            model_type="glm4_moe", more=_bailing_moe2, keys=("expert_shared_feed_forward_length", *_GATED)
+        ),
         "chatglm": GraphArchitecture(model_type="glm"),
         "cohere2": GraphArchitecture(model_type="cohere2", more=_cohere2, keys=("logit_scale", *_PATTERN)),
         "cohere2moe": GraphArchitecture(

@@ -58,6 +58,8 @@ Fixed = Mapping[str, Any]
 FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "afmoe": ("afmoe", {"mup_enabled": True}),
     "arcee": ("arcee", {}),
+    "bailingmoe2": ("sarvam_moe", {"rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5}}),
+    "bailingmoe2 (groups)": ("sarvam_moe", {"n_group": 4, "topk_group": 2}),
     "chatglm": ("glm", {}),
     "cohere2": ("cohere2", {}),
     "cohere2moe": ("cohere2_moe", {}),
@@ -185,7 +187,10 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "starcoder2": ("starcoder2", {}),
 }
 # By architecture what config.json of published checkpoints has, the converter reads, and transformers does not write.
+_BAILING = {"num_experts": 8, "num_shared_experts": 1, "score_function": "sigmoid"}
 PUBLISHED: Mapping[str, Fixed] = {
+    "bailingmoe2": {"architectures": ["BailingMoeV2ForCausalLM"], **_BAILING},
+    "bailingmoe2 (groups)": {"architectures": ["SarvamMoEForCausalLM"], **_BAILING},
     "cohere2": {"rotary_pct": 1.0},
     "deepseek2 (V3)": {"scoring_func": "sigmoid"},
     "deepseek2 (GLM-4.7-Flash)": {"scoring_func": "sigmoid"},
