@@ -182,7 +182,7 @@ def rotary_of(keys: Metadata, head_dim: int) -> dict[str, Any]:
     """``rope_parameters``, with the factors that are tensors: one list (Llama 3), or one up to the original context and
     one beyond (Phi 3)."""
     dimensions = keys.integer("rope.dimension_count", head_dim, least=1)
-    partial = {} if dimensions == head_dim else {"partial_rotary_factor": dimensions / head_dim}
+    partial = {"partial_rotary_factor": dimensions / head_dim}  # 1, too: some families have another default
     names = ("rope_freqs", "rope_factors_short", "rope_factors_long")
     single, short, long = (keys.file.tensors.get(f"{name}.weight") for name in names)
     if single is None and short is None and long is None:
@@ -787,8 +787,7 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
     {
         "afmoe": GraphArchitecture(model_type="afmoe", more=_afmoe, keys=(*_GATED, *_PATTERN)),
         "arcee": GraphArchitecture(model_type="arcee", heads_in_pairs=True),
-        # Their own code is no part of transformers; it computes Sarvam's models, which llama.cpp gives this architecture,
-        # by GLM-4's experts.
+        # Ling 2.0, which transformers does not have; it computes Sarvam's models, of this architecture, by this family.
         "bailingmoe2": GraphArchitecture(
             model_type="glm4_moe", more=_bailing_moe2, keys=("expert_shared_feed_forward_length", *_GATED)
         ),
@@ -957,13 +956,60 @@ FROM_SAFETENSORS: Mapping[str, str] = MappingProxyType(
     {
         "deepseek32": "deepseek_v32",
         "deepseek4": "deepseek_v4",
+        "dots3note": "dots3_note_text",
         "glm-dsa": "glm_moe_dsa",
+        "glm5-next": "glm5_next",
         "gpt2": "gpt2",
-        "hy-v4": "hy_v4",
+        "hy_v4": "hy_v4",
         "kimi-linear": "kimi_linear",
         "mimo2": "mimo_v2_flash",
+        "minimax-01": "minimax",
+        "minimax-m3": "minimax_m3_vl_text",
         "mistral4": "mistral4",
+        "qwen4exp": "qwen4_exp_text",
         "step35": "step3p7",
+    }
+)
+# Architectures of models that transformers has no code for.
+NOT_COMPUTED = frozenset(
+    {
+        "arctic",
+        "arwkv7",
+        "baichuan",
+        "bailingmoe",
+        "bailingmoe3",
+        "codeshell",
+        "deci",
+        "deepseek",
+        "dream",
+        "grok",
+        "grovemoe",
+        "internlm2",
+        "jais",
+        "kimi-k3",
+        "llada",
+        "llada-moe",
+        "maincoder",
+        "maple",
+        "minicpm",
+        "nanbeige",
+        "openelm",
+        "orion",
+        "pangu-embedded",
+        "plamo",
+        "plamo2",
+        "plamo3",
+        "plm",
+        "qwen",
+        "refact",
+        "rnd1",
+        "rwkv6",
+        "rwkv6qwen2",
+        "rwkv7",
+        "smallthinker",
+        "spark2_5",
+        "talkie",
+        "xverse",
     }
 )
 _READ = "from GGUF these architectures are read: " + ", ".join(sorted({*ARCHITECTURES, *GRAPH_ARCHITECTURES}))
@@ -979,6 +1025,8 @@ def architecture_of(file: GGUFFile) -> tuple[str, Architecture | GraphArchitectu
             return name, GRAPH_ARCHITECTURES[name]
     family = FROM_SAFETENSORS.get(name) if isinstance(name, str) else None
     runs = "`moelight models` lists the families that run from safetensors"
+    if name in NOT_COMPUTED:
+        runs = "transformers has no code for these models"
     if family is not None:
         runs = f"the family runs from safetensors (model_type {family})"
     raise ConfigError(f"{file.path}: general.architecture {quoted(name)} is not read; {runs}; {_READ}")

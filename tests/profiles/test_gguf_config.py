@@ -13,7 +13,12 @@ from moelight.core.errors import ConfigError
 from moelight.models.graph.family_table import TABLE
 from moelight.profiles.gguf import GGMLTensor, GGUFFile
 from moelight.profiles.gguf_config import ARCHITECTURES, config_values
-from moelight.profiles.gguf_families import FROM_SAFETENSORS, GRAPH_ARCHITECTURES, architecture_of
+from moelight.profiles.gguf_families import (
+    FROM_SAFETENSORS,
+    GRAPH_ARCHITECTURES,
+    NOT_COMPUTED,
+    architecture_of,
+)
 from tests.engine.test_dense_models import FAMILIES as DENSE
 
 COMMON = {
@@ -179,8 +184,10 @@ def test_layers_without_experts_are_those_of_the_tensors() -> None:
 
 def test_refusals_name_the_family_that_runs_from_safetensors() -> None:
     read = "from GGUF these architectures are read: " + ", ".join(sorted({*ARCHITECTURES, *GRAPH_ARCHITECTURES}))
-    with pytest.raises(ConfigError, match=rf"'gemma4' is not read; .* \(model_type gemma4_text\); {read}"):
-        architecture_of(file("gemma4"))
+    with pytest.raises(ConfigError, match=rf"'mimo2' is not read; .* \(model_type mimo_v2_flash\); {read}"):
+        architecture_of(file("mimo2"))
+    with pytest.raises(ConfigError, match=rf"'grok' is not read; transformers has no code for these models; {read}"):
+        architecture_of(file("grok"))
     with pytest.raises(ConfigError, match=rf"'mamba' is not read; `moelight models` lists .*; {read}"):
         architecture_of(file("mamba"))
 
@@ -195,5 +202,11 @@ def test_families_that_are_said_to_run_from_safetensors_do() -> None:
     run = {name for family in families if family.get("how") for name in family["types"]} | set(DENSE)
     assert set(FROM_SAFETENSORS.values()) <= run
     assert not FROM_SAFETENSORS.keys() & {*ARCHITECTURES, *GRAPH_ARCHITECTURES}
-    newer = {"cohere2moe", "deepseek32", "deepseek4", "hy-v3", "hy-v4", "laguna", "mellum"}  # than the package
-    assert FROM_SAFETENSORS.keys() <= set(gguf.MODEL_ARCH_NAMES.values()) | newer
+    newer = {"deepseek32", "deepseek4", "dots3note", "glm5-next", "hy_v4", "minimax-01", "minimax-m3", "qwen4exp"}
+    assert FROM_SAFETENSORS.keys() <= set(gguf.MODEL_ARCH_NAMES.values()) | newer  # than the package
+
+
+def test_families_that_are_said_to_be_without_code_are() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert not {name.replace("-", "_") for name in NOT_COMPUTED} & set(CONFIG_MAPPING_NAMES)

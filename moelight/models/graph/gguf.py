@@ -280,16 +280,16 @@ def _spellings(architecture: str, blocks: int) -> dict[str, list[str]]:
     from gguf.constants import MODEL_ARCH_NAMES, TENSOR_NAMES
     from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
 
-    result: dict[str, list[str]] = {}
+    known, others = dict[str, list[str]](), dict[str, list[str]]()
     number = next((number for number, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
     if number is not None:
         for spelling, (_, name) in get_tensor_name_map(number, blocks).mapping.items():
-            result.setdefault(name, []).append(spelling)
-        return result
-    for tensor, spellings in TensorNameMap.mappings_cfg.items():  # of architectures that gguf-py does not know yet
-        result.setdefault(TENSOR_NAMES[tensor], []).extend(spellings)
+            known.setdefault(name, []).append(spelling)
+    # Tensors that the architecture does not have, because it fuses them, or that gguf-py does not know yet.
+    for tensor, spellings in TensorNameMap.mappings_cfg.items():
+        others.setdefault(TENSOR_NAMES[tensor], []).extend(spellings)
     for block in range(blocks):
         for tensor, spellings in TensorNameMap.block_mappings_cfg.items():
-            names = result.setdefault(TENSOR_NAMES[tensor].format(bid=block), [])
+            names = others.setdefault(TENSOR_NAMES[tensor].format(bid=block), [])
             names.extend(spelling.format(bid=block) for spelling in spellings)
-    return result
+    return others | known
