@@ -110,7 +110,7 @@ class GraphArchitecture:
         negated_exp: parts of names of tensors that are stored as -exp(x).
         renamed: parts of tensors' names in the file, and in the module where gguf-py's map does not lead there.
         joined: names in the module of matrices that are stored as two, with the parts of the names of those.
-        orders: by parts of names the orders in which rows are stored, of `models.graph.gguf_orders`.
+        orders: by parts of names the orders in which rows are stored, of `weights.gguf_orders`.
         stored: by parts of names further functions of values that are stored, of `weights.stored_matrix`.
     """
 

@@ -21,7 +21,6 @@ import torch
 from moelight.core.dtypes import FLOAT32, dtype_named
 from moelight.core.errors import CheckpointError, ConfigError, quoted
 from moelight.formats.ggml import ggml_format
-from moelight.models.graph.gguf_orders import ORDERS, rounds_of
 from moelight.models.graph.model import GraphModel, config_of, on_meta
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.weights import not_read, paged, renamer
@@ -33,6 +32,7 @@ from moelight.profiles.stored import StoredWeights
 from moelight.profiles.tensor_list import page_shapes
 from moelight.weights.boxes import Tiled, concatenated
 from moelight.weights.gguf_checkpoint import assembled_info, expert_infos, matrix_info
+from moelight.weights.gguf_orders import ORDERS, rounds_of
 from moelight.weights.ignored import PREDICTION
 from moelight.weights.loose_experts import layer_of
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
