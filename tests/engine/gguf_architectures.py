@@ -428,7 +428,7 @@ def main(report: Callable[[str], None] = print) -> int:
 
 def write_all(headers: Mapping[str, Any], tests: Mapping[str, ArchitectureTest]) -> None:
     """Write the headers, the data of the table, and the table, of all that `FAMILIES` has."""
-    headers, tests = ({name: given[name] for name in FAMILIES if name in given} for given in (headers, tests))
+    headers, tests = ({name: results[name] for name in FAMILIES if name in results} for results in (headers, tests))
     HEADERS.write_text(json.dumps(dict(sorted(headers.items())), indent=None, separators=(",", ":")) + "\n")
     write_tests(tests)
     before, _, after = TABLE.read_text().partition(MARK)

@@ -280,11 +280,11 @@ def _spellings(architecture: str, blocks: int) -> dict[str, list[str]]:
     from gguf.constants import MODEL_ARCH_NAMES, TENSOR_NAMES
     from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
 
-    known, others = dict[str, list[str]](), dict[str, list[str]]()
+    listed, others = dict[str, list[str]](), dict[str, list[str]]()
     number = next((number for number, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
     if number is not None:
         for spelling, (_, name) in get_tensor_name_map(number, blocks).mapping.items():
-            known.setdefault(name, []).append(spelling)
+            listed.setdefault(name, []).append(spelling)
     # Tensors that the architecture does not have, because it fuses them, or that gguf-py does not know yet.
     for tensor, spellings in TensorNameMap.mappings_cfg.items():
         others.setdefault(TENSOR_NAMES[tensor], []).extend(spellings)
@@ -292,4 +292,4 @@ def _spellings(architecture: str, blocks: int) -> dict[str, list[str]]:
         for tensor, spellings in TensorNameMap.block_mappings_cfg.items():
             names = others.setdefault(TENSOR_NAMES[tensor].format(bid=block), [])
             names.extend(spelling.format(bid=block) for spelling in spellings)
-    return others | known
+    return others | listed
