@@ -276,7 +276,8 @@ def _alike(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
 
 
 def _spellings(architecture: str, blocks: int) -> dict[str, list[str]]:
-    """By the name of a tensor without its ending those that checkpoints give it, as gguf-py maps them."""
+    """By the name of a tensor without its ending those that checkpoints give it, as gguf-py maps them; tensors that the
+    architecture has come first."""
     from gguf.constants import MODEL_ARCH_NAMES, TENSOR_NAMES
     from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
 
@@ -292,4 +293,4 @@ def _spellings(architecture: str, blocks: int) -> dict[str, list[str]]:
         for tensor, spellings in TensorNameMap.block_mappings_cfg.items():
             names = others.setdefault(TENSOR_NAMES[tensor].format(bid=block), [])
             names.extend(spelling.format(bid=block) for spelling in spellings)
-    return others | listed
+    return listed | {name: spellings for name, spellings in others.items() if name not in listed}
