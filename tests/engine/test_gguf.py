@@ -13,8 +13,11 @@ from moelight.cli.planning_options import load_model
 from moelight.core.errors import CheckpointError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
+from moelight.core.schedule import Page
 from moelight.engine.engine import Engine
+from moelight.formats.format import PAGE_ALIGNMENT
 from moelight.models.checkpoints import open_model
+from moelight.profiles.gguf import read_gguf
 from tests.cases import thorough
 from tests.tiny import save_byte_tokenizer
 from tests.weights.gguf_files import CONFIGS, save_numbers, write_gguf
@@ -74,6 +77,43 @@ OF_FEW_BITS: dict[str, Any] = {
     | {"token_embd": "IQ2_S", "output.": "IQ3_S"},
     "sizes": {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64},
 }
+
+
+# A "dynamic" file: gate, up and down of a layer in three types, and layers in others.
+DYNAMIC: dict[str, Any] = {
+    "types": {
+        "blk.0.ffn_gate_exps": "IQ2_XXS",
+        "blk.0.ffn_up_exps": "IQ2_XS",
+        "blk.0.ffn_down_exps": "IQ3_XXS",
+        "blk.1.ffn_gate_exps": "IQ2_XXS",
+        "blk.1.ffn_up_exps": "Q4_K",
+        "blk.1.ffn_down_exps": "Q6_K",
+        **{f"blk.2.ffn_{matrix}_exps": "Q4_K" for matrix in ("gate", "up", "down")},
+    },
+    "sizes": {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("architecture", thorough(["qwen3moe", "qwen2moe"], but=["qwen3moe"]))
+def test_a_dynamic_mix_of_types_runs_in_pages_of_its_own_bytes(architecture: str, tmp_path: Path) -> None:
+    path, values = tmp_path / "tiny.gguf", tmp_path / "values"
+    write_gguf(path, architecture, vocab=True, **DYNAMIC)
+    save_numbers(values, architecture, **DYNAMIC)
+    save_byte_tokenizer(values)
+    wanted = tokens(values, Shares(disk=1.0))
+    for homes in (Shares(host=1.0), Shares(disk=1.0)):
+        assert tokens(path, homes) == wanted
+    tensors = read_gguf(path).tensors
+    opened = open_model(str(path))
+    stored = opened.profile.stored
+    assert stored is not None
+    for layer in range(3):
+        names = [f"blk.{layer}.ffn_{matrix}_exps.weight" for matrix in ("gate", "up", "down")]
+        of_layer = sum(tensors[name].nbytes for name in names)
+        experts = opened.profile.experts.num_experts
+        assert of_layer // experts <= stored.pages[layer] < of_layer // experts + 3 * PAGE_ALIGNMENT
+        pieces = opened.weight_map.experts.pieces[Page(layer=layer, expert=1)]
+        assert sum(info.nbytes for info in pieces) == of_layer // experts
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("twin", marks=pytest.mark.thorough)])
