@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moelight.convert.checkpoint import Converted
 
 _DENSE = ("keep", "int8")
-_COMPRESSED, _GGUF = "compressed-tensors", "gguf"
+_COMPRESSED, _GGUF, _PLAIN = "compressed-tensors", "gguf", "safetensors"
 _OF_CHECKPOINTS = (
     "experts",
     "group_size",
@@ -28,7 +28,7 @@ _OF_CHECKPOINTS = (
     "host_memory",
     "shard_size",
 )
-_TARGETS = (_COMPRESSED, _GGUF)
+_TARGETS = (_COMPRESSED, _GGUF, _PLAIN)
 _EVERY_S = 10.0
 
 
@@ -41,12 +41,13 @@ class ConvertArguments:
     )
     output: Path = argument("OUT", "Directory to create for the converted checkpoint, or GGUF file (OUT.gguf).")
     to: str = option(
-        "Format to write: compressed-tensors, or gguf (a file that llama.cpp reads).",
-        metavar="compressed-tensors|gguf",
+        "Format to write: compressed-tensors, gguf (a file that llama.cpp reads), or safetensors (of a GGUF file or a "
+        "quantised checkpoint).",
+        metavar="compressed-tensors|gguf|safetensors",
         default=_COMPRESSED,
     )
     file_type: str | None = option(
-        "File type of a GGUF file, as llama.cpp calls it.", "--type", metavar="Q4_K_M|Q8_0|..."
+        "File type of a GGUF file, as llama.cpp calls it, or dtype of safetensors.", "--type", metavar="Q4_K_M|BF16|..."
     )
     experts: str | None = option("Format of the experts: int4, int8, mxfp4 or fp8; defaults to int4.", metavar="FORMAT")
     group_size: int | None = option(
@@ -82,8 +83,11 @@ def convert(arguments: ConvertArguments) -> None:
     if to == _GGUF:
         _write_gguf(arguments)
         return
+    if to == _PLAIN:
+        _write_plain(arguments)
+        return
     if arguments.file_type is not None:
-        raise ConfigError("--type is the type of a GGUF file; give --to gguf, too")
+        raise ConfigError("--type is the type of a GGUF file, or of plain safetensors; give --to gguf, too")
     _write_rounded(arguments)
 
 
@@ -139,6 +143,24 @@ def _write_gguf(arguments: ConvertArguments) -> None:
     before = f", {result.tensors_before} of {result.tensors} tensors were there" if result.tensors_before else ""
     seconds = time.monotonic() - lines.began
     print(f"{output}: {format_bytes(result.nbytes)} ({types}), {result.tensors} tensors; {seconds:.1f} s{before}")
+
+
+def _write_plain(arguments: ConvertArguments) -> None:
+    """Write plain safetensors."""
+    from moelight.convert.plain import PlainOptions, convert_to_plain, plain_dtype
+
+    others = [name for name in _OF_CHECKPOINTS if name != "shard_size"]
+    refuse_beside("--to safetensors", arguments, others, "nothing is rounded but to --type")
+    options = PlainOptions(
+        model=arguments.model,
+        output=arguments.output,
+        dtype=plain_dtype(arguments.file_type),
+        shard_bytes=parse_bytes(arguments.shard_size or "4GiB", label="--shard-size"),
+    )
+    result = convert_to_plain(options, lines := _ProgressLine())
+    before = f", {result.files_before} of {result.files} files were there" if result.files_before else ""
+    seconds = time.monotonic() - lines.began
+    print(f"{arguments.output}: {format_bytes(result.nbytes)} in {options.dtype}; {seconds:.1f} s{before}")
 
 
 def _check_together(

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -108,6 +108,16 @@ class Converted:
     reached: int | None
 
 
+class WrittenFile(Protocol):
+    """A file of tensors: its beginning and its size."""
+
+    @property
+    def header(self) -> bytes: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 Progress = Callable[[int, int], None]  # bytes read, of bytes to read; or prompts
 
 
@@ -128,9 +138,9 @@ def convert_checkpoint(
     )
     _check_calibration(options)
     reached = None
-    with _claimed(out, _record(checkpoint, options, kept_experts)):
-        missing = [shard for shard in plan.shards if not _is_whole(out / shard.name, shard)]
-        _check_space(out, missing)
+    with claimed_directory(out, _record(checkpoint, options, kept_experts)):
+        missing = [shard for shard in plan.shards if not is_complete(out / shard.name, shard)]
+        check_space(out, missing)
         total = sum(piece.source.nbytes for shard in missing for piece in shard.pieces)
         with calibrated(options, plan, calibrating) if missing else nullcontext() as inputs:
             reached = None if inputs is None else inputs.reached
@@ -139,9 +149,9 @@ def convert_checkpoint(
                 for shard in missing:
                     pipeline.write(out / shard.name, shard)
         remove_rows(out)
-        left_out = _copy_small_files(directory, out)
-        _write_small(out / INDEX, plan.index())
-        _write_small(out / _CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+        left_out = copy_small_files(directory, out)
+        write_small(out / INDEX, plan.index())
+        write_small(out / _CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
     return Converted(
         source_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
         bytes=sum(size for shard in plan.shards for _, size in shard.places.values()),
@@ -256,7 +266,7 @@ def _digest(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _claimed(out: Path, record: dict[str, Any]) -> Iterator[None]:
+def claimed_directory(out: Path, record: Mapping[str, Any]) -> Iterator[None]:
     """Make ``out`` a directory of this conversion alone; InputError if it holds something else, or another process
     works there."""
     path = out / RECORD
@@ -297,7 +307,8 @@ def _is_partial(path: Path) -> bool:
     return path.name.startswith(".") and path.is_file()
 
 
-def _is_whole(path: Path, shard: Shard) -> bool:
+def is_complete(path: Path, shard: WrittenFile) -> bool:
+    """Whether ``path`` is the file of ``shard``, by its size and its beginning."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size == shard.nbytes and file.read(len(shard.header)) == shard.header
@@ -307,7 +318,8 @@ def _is_whole(path: Path, shard: Shard) -> bool:
         raise refused_write(error, str(path)) from None
 
 
-def _check_space(out: Path, missing: Sequence[Shard]) -> None:
+def check_space(out: Path, missing: Sequence[WrittenFile]) -> None:
+    """Raise StorageError if the files ``missing`` do not fit the disk of ``out``."""
     needed, free = sum(shard.nbytes for shard in missing), shutil.disk_usage(out).free
     if needed > free:
         raise StorageError(
@@ -317,14 +329,15 @@ def _check_space(out: Path, missing: Sequence[Shard]) -> None:
         )
 
 
-def _write_small(path: Path, content: bytes) -> None:
+def write_small(path: Path, content: bytes) -> None:
+    """Write ``content`` atomically; raises StorageError."""
     try:
         write_whole(path, content)
     except OSError as error:
         raise refused_write(error, str(path)) from None
 
 
-def _copy_small_files(directory: Path, out: Path) -> list[str]:
+def copy_small_files(directory: Path, out: Path) -> list[str]:
     """Copy everything beside the weights; the names of what is too large for that, or no file."""
     left_out = []
     places = sorted(directory.iterdir()) + sorted((directory / _SUBDIRECTORY).glob("*.jinja"))
@@ -340,7 +353,7 @@ def _copy_small_files(directory: Path, out: Path) -> list[str]:
             content = path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({read_error_text(error)})") from None
-        _write_small(out / name, content)
+        write_small(out / name, content)
     return left_out
 
 

@@ -51,6 +51,18 @@ class Piece:
             yield part.suffix, part.dtypes[0], part.shape, part.nbytes
 
 
+def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The beginning of a file of ``tensors`` (name, dtype, shape), up to the first, whose place is a multiple of 8."""
+    entries, begin = {}, 0
+    for name, dtype, shape in tensors:
+        end = begin + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
 @dataclass(frozen=True)  # no slots: places are computed once
 class Shard:
     """A file of ``pieces``; ``name`` is its own."""
@@ -67,13 +79,7 @@ class Shard:
     @cached_property
     def header(self) -> bytes:
         """The beginning of the file, up to the first tensor, whose place is a multiple of 8."""
-        tensors = {
-            name: {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-            for name, (dtype, shape, begin, end) in self._tensors.items()
-        }
-        text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _LENGTH_BYTES)
-        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        return safetensors_header([(name, dtype, shape) for name, (dtype, shape, *_) in self._tensors.items()])
 
     @property
     def nbytes(self) -> int:

@@ -44,6 +44,7 @@ _SCALES = ("embedding_scale", "residual_scale", "attention.scale")
 _SOFTMAX, _SIGMOID = 1, 2
 _LOG_MULTIPLIER = 0.1
 _CLOSE = 1e-5
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # what transformers takes for absent entries
 # Fields of configs that change no numbers of a forward pass, or that other keys of a file state.
 _NOT_COMPARED = frozenset(
     {
@@ -286,6 +287,8 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
     value = values.get(key)
     if key == "head_dim" and value is None:
         return values["hidden_size"] // values["num_attention_heads"]
+    if key == "rope_parameters" and isinstance(value, dict) and value.get("rope_type") == "yarn":
+        return {**_YARN, **{name: entry for name, entry in value.items() if entry is not None}}
     return value
 
 

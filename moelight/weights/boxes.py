@@ -106,6 +106,10 @@ class Tiled:
         shape = info.shape
         return cls(shape, (Box((0,) * len(shape), shape, info, 0, info.strides),))
 
+    def apart(self) -> Tiled:
+        """The tensor with each box in the one of two matrices that has it (`Box.apart`)."""
+        return replace(self, boxes=tuple(box.apart() for box in self.boxes))
+
     def permute(self, dims: Sequence[int]) -> Tiled:
         def moved(values: Shape) -> Shape:
             return tuple(values[dim] for dim in dims)

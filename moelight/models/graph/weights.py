@@ -174,10 +174,12 @@ class StoredValues:
         parameters: outside experts, by a name in the module; of tied ones the first that is stored.
         experts: of each layer by its number in the names of parameters, the matrices and biases of each expert
             (``gate``, ``up``, ``down``, ``gate_bias``, ...), upright.
+        stacks: the parameters of experts; none of those that are stored one by one.
     """
 
     parameters: Mapping[str, Tiled]
     experts: Mapping[int, Sequence[Mapping[str, Tiled]]]
+    stacks: Mapping[str, Tiled]
 
     @property
     def files(self) -> set[Path]:
@@ -205,7 +207,8 @@ def stored_values(checkpoint: Checkpoint, model: Model) -> StoredValues:
         if name not in of_experts and id(state[name]) not in seen:
             seen.add(id(state[name]))
             parameters[name] = tensor
-    return StoredValues(parameters=parameters, experts=experts)
+    stacks = {name: conversion.tensors[name] for name in of_experts if name in conversion.tensors}
+    return StoredValues(parameters=parameters, experts=experts, stacks=stacks)
 
 
 def stored_numbers(reader: TensorReader, tensor: Tiled) -> Tensor:
@@ -648,7 +651,7 @@ def _gate_and_up(inward: Sequence[Tiled], form: ExpertForm) -> Sequence[Tiled]:
     width = both.shape[0] // 2
     if form.interleaved:
         halves = both.view((width, 2, *both.shape[1:])).unbind(1)
-        return [replace(half, boxes=tuple(box.apart() for box in half.boxes)) for half in halves]
+        return [half.apart() for half in halves]
     return both.split(0, (width, width))
 
 
