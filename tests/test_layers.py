@@ -50,7 +50,6 @@ SINGLE_IMPORTER = {
     "cli.checkpoint_view": "rich output, imported only where something is shown",
     "cli.generate": "a command; serve-batch, whose jobs are such commands, checks their options as it does",
     "cli.job_display": "rich output, imported only where something is shown",
-    "convert.contents": "names, shapes and bytes, before anything is read",
     "convert.gguf_contents": "names, shapes and places, before anything is read",
     "convert.gguf_metadata": "tables: keys of files for fields of configs",
     "convert.gguf_vocabulary": "texts and ids, no tensors",
@@ -187,7 +186,7 @@ def test_a_module_for_a_single_importer_has_a_reason(trees: Trees) -> None:
         if not name.startswith(FILE_A_ROW)
     }
     assert single == SINGLE_IMPORTER.keys()
-    assert len(SINGLE_IMPORTER) <= 33
+    assert len(SINGLE_IMPORTER) <= 32
 
 
 def test_every_package_and_module_has_a_docstring(trees: Trees) -> None:
