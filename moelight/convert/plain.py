@@ -77,9 +77,9 @@ def plain_dtype(name: str | None) -> str:
     """The dtype that ``--type`` names; raises ConfigError for another one."""
     upper = (name or "BF16").upper()
     if upper not in BY_SAFETENSORS:
-        known = ", ".join(BY_SAFETENSORS)
+        listed = ", ".join(BY_SAFETENSORS)
         raise ConfigError(
-            f"--type {name!r} is no dtype of safetensors{did_you_mean(upper, BY_SAFETENSORS)}; known: {known}"
+            f"--type {name!r} is no dtype of safetensors{did_you_mean(upper, BY_SAFETENSORS)}; known: {listed}"
         )
     return upper
 
