@@ -18,12 +18,17 @@ _FIXED: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"norm_topk_prob": False},
     "qwen3_moe": {"norm_topk_prob": True},
 }
+_NATIVE = ("deepseek_v3", "gpt_oss", "mixtral")
 NAMES = (
-    *(name for name, (family, _) in architectures.FAMILIES.items() if family in WRITTEN and family not in _FIXED),
+    *(
+        name
+        for name, (family, _) in architectures.FAMILIES.items()
+        if family in WRITTEN
+        and family not in (*_FIXED, *_NATIVE)
+        and WRITTEN[family].architecture == architectures.architecture(name)
+    ),
     *_FIXED,
-    "deepseek_v3",
-    "gpt_oss",
-    "mixtral",
+    *_NATIVE,
 )
 
 

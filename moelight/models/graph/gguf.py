@@ -40,6 +40,7 @@ from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
 _BLOCK = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>.+)")
 _EXPERTS = re.compile(r"ffn_(?P<matrix>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
 _OF_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_SHARE = "partial_rotary_factor"
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -48,7 +49,23 @@ def config_values_of(file: GGUFFile, name: str, row: GraphArchitecture) -> dict[
     default = config_of({"model_type": family_of(file, name, row)}, where=str(file.path))
     fields, spelled = default.to_dict().keys(), type(default).attribute_map
     values = graph_values(file, name, row, (fields | spelled.keys()).__contains__)
+    if not _rotates_a_share(default.to_dict().get("rope_parameters") or {}):
+        values["rope_parameters"] = _rotary_without(values["rope_parameters"])
     return {spelled.get(key, key): value for key, value in values.items()}
+
+
+def _rotates_a_share(rope: Mapping[str, Any]) -> bool:
+    """Whether heads rotate a share of their numbers by ``rope``, of all layers or of one kind."""
+    return _SHARE in rope or any(isinstance(value, dict) and _rotates_a_share(value) for value in rope.values())
+
+
+def _rotary_without(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope`` without shares of 1, which families that have no other do not state."""
+    return {
+        key: _rotary_without(value) if isinstance(value, dict) else value
+        for key, value in rope.items()
+        if (key, value) != (_SHARE, 1.0)
+    }
 
 
 def graph_checkpoint(file: GGUFFile, name: str, row: GraphArchitecture, model: GraphModel) -> Checkpoint:
