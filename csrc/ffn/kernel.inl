@@ -13,7 +13,11 @@
 #include "ffn.h"
 #include "finish.h"
 #include "lanes.h"
-#include "quantized/unpack.h"
+#if defined(__AVX2__)
+#include "quantized/floats_avx2.h"
+#else
+#include "quantized/floats.h"
+#endif
 #include "transposed.inl"
 
 namespace moelight {
@@ -210,7 +214,7 @@ Kernel kernel() {
           .prepare = prepare<L, X>,
           .store = store<S, X>,
           .activate = activate<S, X>,
-          .unpacking = [](const Quantized&) { return Unpacking{unpack_plainly<float, X>}; }};
+          .unpacking = [](const Quantized& like) { return Unpacking{unpack_floats_of<X>(like)}; }};
 }
 
 template <class L, class X>

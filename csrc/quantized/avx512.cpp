@@ -1,3 +1,3 @@
-#include "unpack.h"
+#include "dequantize_avx2.h"
 
-moelight::Unpack moelight::unpack_avx512(DType to) { return unpack_to(to); }
+moelight::Unpack moelight::unpack_avx512(DType to) { return unpack_by_avx2(to); }

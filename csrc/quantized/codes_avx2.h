@@ -27,6 +27,14 @@ inline __m256i bits_of(__m256i bytes, int64_t shift, int mask) {
   return _mm256_and_si256(down, _mm256_set1_epi8(static_cast<char>(mask)));
 }
 
+// Of thirty-two bits, each as the fifth bit of a byte.
+inline __m256i fifth_bits(const uint8_t* p) {
+  const __m256i places = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+  const __m256i order = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(word_at(p, 0))), order);
+  return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places), _mm256_set1_epi8(16));
+}
+
 // The codes of columns [k, k + 32), k a multiple of 32, as they are stored, of a row that begins at `line`: for formats
 // that have them at once.
 inline __m256i codes_of(formats::Fp8, const uint8_t* line, int64_t k) { return bytes_at(line + k); }
@@ -36,6 +44,17 @@ inline __m256i codes_of(formats::Packed<4>, const uint8_t* line, int64_t k) { re
 inline __m256i codes_of(formats::Mxfp4, const uint8_t* line, int64_t k) { return paired_nibbles(line + k / 2); }
 inline __m256i codes_of(formats::Q4_0, const uint8_t* line, int64_t k) {
   return halved_nibbles(line + k / 32 * 18 + 2);
+}
+inline __m256i codes_of(formats::Q4_1, const uint8_t* line, int64_t k) {
+  return halved_nibbles(line + k / 32 * 20 + 4);
+}
+inline __m256i codes_of(formats::Q5_0, const uint8_t* line, int64_t k) {
+  const uint8_t* const p = line + k / 32 * 22 + 2;
+  return _mm256_or_si256(halved_nibbles(p + 4), fifth_bits(p));
+}
+inline __m256i codes_of(formats::Q5_1, const uint8_t* line, int64_t k) {
+  const uint8_t* const p = line + k / 32 * 24 + 4;
+  return _mm256_or_si256(halved_nibbles(p + 4), fifth_bits(p));
 }
 inline __m256i codes_of(formats::Mxfp4Blocks, const uint8_t* line, int64_t k) {
   return halved_nibbles(line + k / 32 * 17 + 1);

@@ -332,6 +332,7 @@ struct Q4_1 : Blocks<Q4_1> {
     const float scale = half_at(p), least = half_at(p + 2);
     for (int i = 0; i < 32; ++i) to[i] = scale * static_cast<float>(nibble(p + 4, i)) + least;
   }
+  static constexpr bool kLeast = true;
 };
 
 struct Q5_0 : Blocks<Q5_0> {
@@ -348,6 +349,7 @@ struct Q5_1 : Blocks<Q5_1> {
     const float scale = half_at(p), least = half_at(p + 2);
     for (int i = 0; i < 32; ++i) to[i] = scale * static_cast<float>(five_bits(p + 4, i)) + least;
   }
+  static constexpr bool kLeast = true;
 };
 
 struct Q8_0 : Blocks<Q8_0> {

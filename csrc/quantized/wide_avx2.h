@@ -2,84 +2,10 @@
 // of each sixteen first the even ones, then the odd ones. Internal linkage.
 #pragma once
 
-#include "codes_avx2.h"
-#include "unpack.h"
+#include "affine_avx2.h"
 
 namespace moelight {
 namespace {
-
-inline __m256 rounded_to_pairs(__m256 x) {
-  const __m256i bits = _mm256_castps_si256(x);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-}
-
-// What the numbers of sixteen or more codes have in common: (code - less) times, or code times - less.
-struct Affine {
-  float less, times;
-};
-
-template <class Format>
-struct WideFormat {
-  static constexpr bool kFloats = std::is_same_v<Format, formats::Fp8>;
-  static constexpr bool kSignedZero = std::is_same_v<Format, formats::Mxfp4>;  // ggml has none
-  // Sixteen numbers, which are looked up.
-  static constexpr bool kTable = kE2m1<Format> || std::is_same_v<Format, formats::Packed<4>> ||
-                                 std::is_same_v<Format, formats::Q4_0> || std::is_same_v<Format, formats::Q4K>;
-
-  const Quantized& q;
-  int64_t row;
-  const uint8_t* line;
-  WideFormat(const Quantized& q, int64_t row) : q(q), row(row), line(q.codes + row * q.row_bytes) {}
-
-  // The column behind those that share what column k has.
-  int64_t stop(int64_t k) const {
-    if (kInBlocks<Format> || kE2m1<Format>) return k + 32;
-    return q.groups == 1 ? q.columns : (k / q.group + 1) * q.group;
-  }
-
-  Affine affine(int64_t k) const {
-    if constexpr (requires { Format::line(q, row, 0); }) {
-      const Line by = Format::line(q, row, k / q.group);
-      return {by.zero, by.scale};
-    } else {
-      const IntegerLine by = Format::integer_line(q, row, k);
-      return {kE2m1<Format> || kSignedBytes<Format> ? 0.0f : static_cast<float>(by.zero), by.scale};
-    }
-  }
-
-  // Of the parts of a block of 256, two for each thirty-two columns.
-  void affine_of_block(int64_t k, Affine (&to)[16]) const {
-    const IntegerParts parts = Format::parts(Format::block_of(q, row, k));
-    for (int i = 0; i < 16; ++i) {
-      if constexpr (Format::kLeast) {
-        to[i] = {parts.least * static_cast<float>(parts.lows[i / 2]),
-                 parts.scale * static_cast<float>(parts.steps[i / 2])};
-      } else {
-        to[i] = {32.0f, parts.scale * static_cast<float>(parts.steps[i])};
-      }
-    }
-  }
-
-  static __m256 number(__m256 code, const Affine& by) {
-    const __m256 less = _mm256_set1_ps(by.less), times = _mm256_set1_ps(by.times);
-    if constexpr (kParted<Format>)
-      if constexpr (Format::kLeast) return _mm256_sub_ps(_mm256_mul_ps(times, code), less);
-    return _mm256_mul_ps(_mm256_sub_ps(code, less), times);
-  }
-
-  static __m256 code_of(__m256i codes) {
-    if constexpr (!kFloats) return _mm256_cvtepi32_ps(codes);
-    const __m256i magnitude = _mm256_and_si256(codes, _mm256_set1_epi32(0x7f));
-    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(0x80)), 24);
-    const __m256 value = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(magnitude, 20)),
-                                       _mm256_castsi256_ps(_mm256_set1_epi32(0x7b800000)));
-    const __m256i none = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
-    const __m256i finite = _mm256_blendv_epi8(_mm256_castps_si256(value), _mm256_set1_epi32(0x7fc00000), none);
-    return _mm256_castsi256_ps(_mm256_or_si256(finite, sign));
-  }
-};
 
 // The numbers of sixteen codes.
 struct Sixteen {
@@ -100,15 +26,6 @@ inline Sixteen sixteen_of(const Affine& by) {
   return {rounded_to_pairs(Wide::number(low, by)), rounded_to_pairs(Wide::number(high, by))};
 }
 
-inline bool is_finite(float x) { return (to_bits(x) & 0x7f800000) != 0x7f800000; }
-
-// Asks memory for what lies `lead` bytes after the codes of a part of a row.
-inline void fetch_part(const Quantized& q, const uint8_t* line, int64_t first, int64_t size, int64_t lead) {
-  const int64_t ahead = q.row_bytes * first / q.columns + lead;
-  for (int64_t i = 0; lead != 0 && i < q.row_bytes * size / q.columns; i += 64)
-    _mm_prefetch(reinterpret_cast<const char*>(line) + ahead + i, _MM_HINT_T1);
-}
-
 // A part of a row in whole steps. False, with nothing written to be read, where a number may be none.
 template <class Format>
 bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, float* to) {
@@ -117,13 +34,14 @@ bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, i
   const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12,
                                          14, 1, 3, 5, 7, 9, 11, 13, 15);
   fetch_part(q, format.line, first, size, lead);
-  Affine block[16];
+  Parts parts;
   for (int64_t k = first, end = first + size; k < end;) {
     const int64_t stop = std::min(end, format.stop(k));
     Affine by[2];
     if constexpr (kParted<Format>) {
-      if (k == first || k % 256 == 0) format.affine_of_block(k, block);
-      by[0] = block[k % 256 / 16], by[1] = block[k % 256 / 16 + 1];
+      if (k == first || k % 256 == 0) parts_of<Format>(Format::block_of(q, row, k), parts);
+      const int64_t part = k % 256 / 16;
+      by[0] = {parts.less[part / 2], parts.times[part]}, by[1] = {parts.less[part / 2], parts.times[part + 1]};
     } else {
       by[0] = by[1] = format.affine(k);
     }

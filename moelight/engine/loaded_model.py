@@ -137,9 +137,9 @@ class LoadedModel:
         self.weights: ModelWeights | None = None
         dtype, activations = to_torch(self.dtype), policy.activations
         paged = PagedExperts(self._experts, activations)
-        if source.graph is not None:
-            return source.graph.decoder(self.profile, arena, dtype, paged)
         keeps_stored = costs.keeps_stored(self.profile, self.dtype, discrete=policy.discrete)
+        if source.graph is not None:
+            return source.graph.decoder(self.profile, arena, dtype, paged, as_stored=keeps_stored)
         self.weights = load_dense(source.weight_map, self.profile, arena, dtype, as_stored=keeps_stored)
         return partial(NativeDecoder, self.profile, self.weights, paged=paged, activations=activations)
 

@@ -19,7 +19,7 @@ import numpy as np
 from moelight.core.dtypes import DType, dtype_named
 from moelight.core.policy import Policy
 from moelight.core.units import MiB, align_up
-from moelight.profiles.model import AttentionSpec, ModelProfile
+from moelight.profiles.model import AttentionSpec, ModelProfile, StoredTensor
 from moelight.profiles.tensor_list import StackedTensor, dense_tensors, page_shapes
 
 TENSOR_ALIGNMENT = 64
@@ -150,6 +150,11 @@ def stored_bytes(model: ModelProfile, tensor: StackedTensor, dtype: DType) -> in
     """Bytes of a tensor outside the experts in the checkpoint: in ``dtype`` or its own size unless it is quantised."""
     stored, itemsize = _stored_dense(model), tensor.itemsize or dtype.itemsize
     return sum(stored.get((part.name, part.layer), part.elements * itemsize) for part in tensor.parts)
+
+
+def stored_page_bytes(model: ModelProfile, tensor: StoredTensor, dtype: DType) -> int:
+    """Bytes of a matrix of a dense model's pages in the checkpoint: in ``dtype`` unless it is quantised."""
+    return _stored_dense(model).get((tensor.name, tensor.layer), dtype.bytes_for(tensor.elements))
 
 
 @lru_cache(maxsize=64)

@@ -55,13 +55,13 @@ def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtyp
         sizes[_kind(tensor)] += plain if model.stored is None else costs.stored_bytes(model, tensor, model_dtype)
     for stored in model.page_tensors:
         parameters[stored.kind] += stored.elements
-        sizes[stored.kind] += stored.elements * page_dtype.itemsize
+        sizes[stored.kind] += costs.stored_page_bytes(model, stored, page_dtype)
     per_page = 0 if model.dense else costs.page_elements(model)
     pages = model.num_moe_layers * model.experts.num_experts
     active = sum(parameters.values()) + model.num_moe_layers * model.router.top_k * per_page
     page_bytes = costs.page_bytes(model, page_dtype)
     in_all = 0 if model.dense else pages * page_bytes
-    if model.stored is not None and weight_dtype is None:  # pages may differ
+    if model.stored is not None and weight_dtype is None and not model.dense:  # pages may differ
         in_all = model.stored.total_bytes
     state_bytes, state_token_bytes = costs.state_bytes(model)
     return Inventory(

@@ -11,13 +11,12 @@ Legend: R rows, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moelight.formats.matrix import Matrix
 from moelight.hrm.costs import EXPERT_ROWS, ExpertWorkspace
 from moelight.hrm.footprint import SLAB_BYTES
 from moelight.kernels import native
@@ -25,8 +24,10 @@ from moelight.kernels.activations import SHRINK
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.device import on_host
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
-from moelight.kernels.matrices import INT8, Stack, floats_of, no_integers
+from moelight.kernels.matrices import Stack, floats_of
+from moelight.kernels.stored_weight import StoredWeight, product, product_of_all, served, stored_product, widened
 
+Joined = Tensor | Sequence[StoredWeight]  # weights below one another: of one matrix, or as they are stored
 _STEPS = ((4, 1), (64, 4), (256, 8), (1024, 16))
 _COARSEST = 32
 _ROWS_ON_THE_RIGHT = range(12, 49)
@@ -57,24 +58,13 @@ def linear_stacked(x: Tensor, stack: Stack, bias: Tensor | None = None, *, activ
     integers."""
     if (floats := floats_of(stack)) is not None:
         return linear(x, floats, bias)
-    out = RESULTS.empty((x.shape[0], sum(matrix.rows for matrix in stack)), x.dtype)
-    first = 0
-    for matrix in stack:
-        rows = slice(first, first + matrix.rows)
-        some = None if bias is None else bias[rows]
-        cpu_linear(x, matrix, some, activations=served(activations, matrix), out=out[:, rows])
-        first += matrix.rows
-    return out
-
-
-def served(activations: str, *matrices: Matrix[Tensor]) -> str:
-    """``activations``, or auto where one of ``matrices`` has no integers in the order of its columns."""
-    rounds = activations == INT8 and all(no_integers(matrix) is None for matrix in matrices)
-    return activations if rounds else "auto"
+    return stored_product(x, stack, bias, activations=activations)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [R, in], weight [out, in], bias [out] -> [R, out] in x's dtype; float32 if the weights are of another."""
+    if isinstance(weight, StoredWeight):
+        return product(x, weight, bias)
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         if on_host(x) and native.available():
             return cpu_linear(x.float(), weight, None if bias is None else bias.float())
@@ -87,6 +77,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         wide[:rows] = x
         return linear(wide, weight, bias)[:rows]
     return _linear_widened(x, weight, bias, x.dtype) if _widens(x) else functional.linear(x, weight, bias)
+
+
+def linear_of_all(x: Tensor, weights: Joined) -> Tensor:
+    """`linear` of x and ``weights``, below one another."""
+    return linear(x, weights) if isinstance(weights, Tensor) else product_of_all(x, weights)
 
 
 def _linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -132,6 +127,34 @@ class Workspace:
     def narrow(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """View [rows, columns] of the smaller buffer."""
         return _front(self._narrow, rows, columns, dtype)
+
+
+def feed_forward_stored(
+    x: Tensor, inward: Sequence[StoredWeight], outward: StoredWeight, *, activation: str
+) -> Tensor | None:
+    """Feed-forward with a gated ``activation`` on the CPU: x [R, H], the gate and up of ``inward`` (one weight has
+    both), ``outward`` [H, I] -> [R, H]; None if they are not stored as one expert is."""
+    dtype = x.dtype
+    (gate, *up), *rest = [matrix for weight in inward for matrix in weight.stack], *outward.stack
+    if len(up) > 1 or len(rest) > 1 or any(matrix.stored != gate.stored for matrix in up):
+        return None
+    (down,) = rest
+    x = widened(x)
+    sides = served(outward.activations, gate, *up), served(outward.activations, down)
+    out = RESULTS.empty(x.shape, x.dtype)
+    for start, count in parts(0, len(x)):
+        some, offsets = slice(start, start + count), torch.tensor((0, count), dtype=torch.int32)
+        cpu_expert_ffn(
+            x[some],
+            (gate,),
+            (down,),
+            offsets,
+            up=up or None,
+            activation=activation,
+            activations=sides,
+            out=out[some],
+        )
+    return out.to(dtype)
 
 
 def feed_forward_stacked(x: Tensor, gate_up: Stack, down: Stack, *, activations: str = "auto") -> Tensor:

@@ -8,6 +8,7 @@ Shapes: R rows, C columns, G groups of columns, w codes a word.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,15 @@ from moelight.formats.matrix import Matrix
 from moelight.hrm.footprint import READ_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack, check_tensor
+from moelight.profiles.gguf_config import hf_rows
+
+
+class RowOrder(NamedTuple):
+    """Rows of a matrix that is stored by rows in llama.cpp's order of ``heads`` heads (`gguf_config.hf_rows`)."""
+
+    rows: int
+    heads: int
+
 
 _TORCH = {"bytes": torch.uint8, "halves": torch.int16, "words": torch.int32}
 
@@ -29,13 +39,17 @@ def transposition(lines: int, width: int, itemsize: int) -> RepackTable | None:
     return CELLS[itemsize], lines, width, False, 0, 0
 
 
-def turn(part: Tensor, table: RepackTable) -> None:
+def turn(part: Tensor, table: RepackTable | RowOrder) -> None:
     """Turn ``part`` (uint8, 1-D, on the CPU, of the size of ``table``) in its place; the GIL is released.
 
     Raises RuntimeError without the extension for codes that are packed in words.
     """
     extension = native.extension()
     check_tensor("part", part, torch.uint8, (None,))
+    if isinstance(table, RowOrder):
+        rows = part.view(table.rows, -1)
+        rows.copy_(rows[hf_rows(*table)])
+        return
     if extension is not None:
         extension.repack(as_dlpack("part", part), table, READ_CHUNK_BYTES)
         return

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from moelight.kernels.products import Workspace
 from moelight.models.graph.decoder import GraphDecoder
-from moelight.models.graph.gguf import config_values_of, graph_checkpoint, with_stored_bytes
+from moelight.models.graph.gguf import GGUF_KIND, config_values_of, graph_checkpoint
 from moelight.models.graph.layers import use_kernels
 from moelight.models.graph.model import GraphModel, config_of, on_meta, read_config
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.self_test import prove_config
+from moelight.models.graph.stored import with_stored_weights
 from moelight.models.graph.support import refuse_unserved
 from moelight.models.graph.weights import GraphWeightMap, fill_weights, matrices_of, renamer, weights_in
 from moelight.models.pages import PagedExperts
@@ -29,7 +30,7 @@ from moelight.profiles.gguf_families import GraphArchitecture, architecture_of
 from moelight.profiles.gguf_models import GGUFModel, open_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, not_computed
-from moelight.profiles.quantization import read_quantization, with_stored
+from moelight.profiles.quantization import Kept, read_quantization, with_stored
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
 from moelight.weights.source import GGUF, Checkpoint, resolve_model
 from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, locate, open_checkpoint
@@ -88,11 +89,14 @@ class GraphCheckpoint:
     def predicts(self) -> bool:
         return self.model.predicts
 
+    def kept_as(self, name: str) -> Kept | None:
+        return self.weights.kept_as(name)
+
     def decoder(
-        self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype, paged: PagedExperts
+        self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype, paged: PagedExperts, *, as_stored: bool
     ) -> Callable[[Workspace], GraphDecoder]:
-        """Read all weights outside pages into ``arena`` (uint8, any device) as ``dtype``."""
-        fill_weights(self.model, self.weights, arena, dtype)
+        """Read all weights outside pages into ``arena`` (uint8, any device): as ``dtype``, or ``as_stored``."""
+        fill_weights(self.model, self.weights, arena, dtype, as_stored=as_stored, activations=paged.activations)
         return partial(GraphDecoder, profile, self.model, paged)
 
 
@@ -101,11 +105,13 @@ def _open_graph(directory: Path) -> OpenCheckpoint:
     path, config = directory / "config.json", read_config(directory)
     model = GraphModel(on_meta(config))
     text, checkpoint = path.read_text(encoding="utf-8"), matrices_of(directory, model)
-    opened = _graph_of(config, model, checkpoint, text, directory.resolve().name, path)
+    opened, _ = _graph_of(config, model, checkpoint, text, directory.resolve().name, path)
     quantization = read_quantization(HFConfig.from_file(path))
     if quantization is None:
         return opened
-    return as_stored(replace(opened, profile=with_stored(opened.profile, quantization.format_of, str(path))))
+    multiplied = model.multiplied
+    profile = with_stored(opened.profile, quantization.format_of, str(path), multiplied=multiplied)
+    return as_stored(replace(opened, profile=profile))
 
 
 def _open_gguf(path: Path) -> OpenCheckpoint:
@@ -119,7 +125,7 @@ def _open_gguf(path: Path) -> OpenCheckpoint:
         weight_map = locate(gguf_checkpoint(file), file.profile)
         return as_stored(OpenCheckpoint(directory=path, profile=file.profile, weight_map=weight_map))
     model, checkpoint = _graph_of_native(file, str(path))
-    opened = _graph_of(model.config, model, checkpoint, json.dumps(dict(file.config.values)), path.stem, path)
+    opened, _ = _graph_of(model.config, model, checkpoint, json.dumps(dict(file.config.values)), path.stem, path)
     return as_stored(replace(opened, profile=replace(opened.profile, stored=file.profile.stored)))
 
 
@@ -128,15 +134,15 @@ def _open_gguf_graph(file: GGUFFile, name: str, row: GraphArchitecture) -> OpenC
     values = config_values_of(file, name, row)
     model = GraphModel(on_meta(config_of(values, where=str(file.path))))
     checkpoint = graph_checkpoint(file, name, row, model)
-    opened = _graph_of(model.config, model, checkpoint, json.dumps(values), file.path.stem, file.path)
-    return as_stored(replace(opened, profile=with_stored_bytes(file, opened.profile)))
+    opened, weights = _graph_of(model.config, model, checkpoint, json.dumps(values), file.path.stem, file.path)
+    return replace(opened, profile=with_stored_weights(opened.profile, weights, GGUF_KIND))
 
 
 def _graph_of(
     config: PretrainedConfig, model: GraphModel, checkpoint: Checkpoint, text: str, name: str, path: Path
-) -> OpenCheckpoint:
+) -> tuple[OpenCheckpoint, GraphWeightMap]:
     """``checkpoint``, of plain matrices, as the module graph ``model`` of ``config``, which was read from ``text`` in
-    the file ``path``.
+    the file ``path``; and the places of its weights.
 
     Raises:
         ConfigError: transformers is missing, does not know the family, or the graph is not served or fails its
@@ -153,4 +159,5 @@ def _graph_of(
         dtype=weights.dtype, parts=MappingProxyType({}), experts=weights.experts, ignored=weights.ignored
     )
     graph = GraphCheckpoint(model, weights)
-    return OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=weight_map, graph=graph)
+    opened = OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=weight_map, graph=graph)
+    return opened, weights

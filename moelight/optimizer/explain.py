@@ -53,7 +53,8 @@ def explain_policy(plan: Plan, model: ModelProfile) -> str:
 def activations_text(policy: Policy, model: ModelProfile) -> str:
     """The activations of ``policy``, and the formats of experts that they leave exact; empty if none are rounded."""
     exact = () if model.stored is None else model.stored.exact
-    beside = f" (experts in {' and '.join(exact)} exact)" if exact else ""
+    pages = "layers" if model.dense else "experts"
+    beside = f" ({pages} in {' and '.join(exact)} exact)" if exact else ""
     return "" if policy.activations == "auto" else f"{policy.activations} activations{beside}"
 
 

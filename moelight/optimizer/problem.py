@@ -87,7 +87,7 @@ class Problem:
     def rounds_on_gpu(self) -> bool:
         """True if the GPU multiplies activations rounded to int8 by the experts' integers."""
         gpu, stored = self.speeds.gpu, self.model.stored
-        return gpu is not None and gpu.unpacks and not (stored is not None and stored.mixed)
+        return gpu is not None and gpu.unpacks and not (stored is not None and stored.mixed) and not self.model.dense
 
     @property
     def has_gpu(self) -> bool:

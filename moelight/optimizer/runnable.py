@@ -72,19 +72,25 @@ def runs_on_cpu_alone(model: ModelProfile) -> bool:
 
 
 def activation_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
-    """The reason why the experts of ``model`` are not multiplied by the activations of ``policy``, if there is one."""
+    """The reason why the experts of ``model``, or its layers, are not multiplied by the activations of ``policy``, if
+    there is one."""
     if policy.activations != INT8:
         return ()
-    if model.dense or model.experts.by_torch:
-        clause = "is dense" if model.dense else "has experts that torch computes"
-        return (f"activations int8 are served for experts of the kernels, and {model.model_type} {clause}",)
+    if model.experts.by_torch:
+        return (
+            f"activations int8 are served for experts of the kernels, and torch computes those of {model.model_type}",
+        )
     if model.stored is None:
+        if model.dense:
+            return (f"activations int8 need layers stored as integers, and those here are {model.dtype}",)
         return (
             f"activations int8 need experts stored as integers, and those here are {model.dtype} "
             "(moelight convert --experts int8 or int4 writes such a checkpoint)",
         )
     if (reason := model.stored.without_integers) is not None:
-        return (f"activations int8: the experts are {reason}",)
+        return (f"activations int8: the {'layers' if model.dense else 'experts'} are {reason}",)
+    if model.dense and policy.ffn_device != "cpu":
+        return ("activations int8: a GPU computes the layers of a dense model with activations as they are",)
     if policy.ffn_device != "cpu" and model.stored.mixed:
         return (
             "activations int8: experts of some layer are stored in several formats, so on a GPU torch computes them, "

@@ -5,7 +5,7 @@ The input is untrusted: names and patterns are bounded, and what is not known is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from moelight.core.dtypes import dtype_named
@@ -94,11 +94,21 @@ def _respelled(rules: Iterable[ModuleRule]) -> tuple[tuple[str, str], ...]:
     return tuple((part, other) for part, other in both if other.strip(".") in text)
 
 
-def with_stored(profile: ModelProfile, format_of: Callable[[str], Format | None], where: str) -> ModelProfile:
+def with_stored(
+    profile: ModelProfile,
+    format_of: Callable[[str], Format | None],
+    where: str,
+    *,
+    multiplied: Collection[str] = (),
+) -> ModelProfile:
     """``profile`` with the bytes of a checkpoint whose modules are stored as ``format_of`` says; None: in the
-    model's dtype. Raises ConfigError, naming the file ``where``, if a matrix cannot be."""
+    model's dtype. ``multiplied``: the names of the tensors of a module graph that are used for products alone. Raises
+    ConfigError, naming the file ``where``, if a matrix cannot be."""
     counted = _Count(profile, format_of, where)
-    pages = [counted.pages(layer) if moe else [] for layer, moe in enumerate(profile.moe_layers)]
+    if profile.dense:
+        pages = [[size] for size in counted.layers()]
+    else:
+        pages = [counted.pages(layer) if moe else [] for layer, moe in enumerate(profile.moe_layers)]
     experts, reasons = tuple(counted.named), dict(counted.reasons)
     dense = tuple(
         (part.name, part.layer, size)
@@ -107,10 +117,16 @@ def with_stored(profile: ModelProfile, format_of: Callable[[str], Format | None]
         if len(part.shape) == 2
         and (size := counted.matrix(_module(profile, part.name, part.layer), *part.shape)) is not None
     )
+    dense += tuple(counted.of_layers)
 
     def kept_as(part: StoredTensor) -> Kept | None:
+        if profile.tensors and part.name not in multiplied:
+            return None
         stored = format_of(_module(profile, part.name, part.layer))
-        return None if stored is None else (stored, stored.paged_bytes(*part.shape))
+        try:
+            return None if stored is None else (stored, stored.paged_bytes(*part.shape))
+        except ConfigError:
+            return None
 
     matrices = kept_matrices(profile, kept_as)
     name, of_experts = (", ".join(names) or profile.dtype for names in (counted.named, experts))
@@ -123,10 +139,10 @@ def kept_matrices(
     profile: ModelProfile, kept_as: Callable[[StoredTensor], Kept | None]
 ) -> tuple[tuple[str, int, int], ...]:
     """The matrices outside the experts that our own decoder multiplies as they are stored: name, layer and bytes in
-    memory of each part. ``kept_as``: format and bytes of one; None: it is not quantised. A module graph keeps none."""
+    memory of each part. ``kept_as``: format and bytes of one; None: it is not quantised, or not kept."""
     matrices: list[tuple[str, int, int]] = []
-    for tensor in () if profile.tensors else dense_tensors(profile):
-        parts = [kept_as(part) for part in tensor.parts if tensor.name in KEPT]
+    for tensor in dense_tensors(profile):
+        parts = [kept_as(part) for part in tensor.parts if profile.tensors or tensor.name in KEPT]
         stored_parts = [entry for entry in parts if entry is not None and entry[0].is_quantised]
         if len(stored_parts) == len(tensor.parts) and _is_multiplied(
             tensor.name, [stored for stored, _ in stored_parts]
@@ -169,8 +185,8 @@ def _elements(profile: ModelProfile) -> int:
 
 class _Count:
     """Bytes of the matrices of a model; ``named``: the formats met, in order; ``reasons``: why each has no integers, or
-    None; ``cpu_only``: why experts run on the CPU alone, or None; ``repacked``: bytes of all experts that are turned
-    into packed integers."""
+    None; ``cpu_only``: why experts run on the CPU alone, or None; ``of_layers``: name, layer and bytes of those
+    in the pages of a dense model; ``repacked``: bytes of all experts that are turned into packed integers."""
 
     def __init__(self, profile: ModelProfile, format_of: Callable[[str], Format | None], where: str) -> None:
         self._profile, self._format_of, self._where = profile, format_of, where
@@ -178,6 +194,7 @@ class _Count:
         self.named: dict[str, None] = {}
         self.reasons: dict[str, str | None] = {}
         self.cpu_only: str | None = None
+        self.of_layers: list[tuple[str, int, int]] = []
         self.repacked = 0
 
     def matrix(self, module: str, rows: int, columns: int, *, paged: bool = False) -> int | None:
@@ -200,6 +217,18 @@ class _Count:
         if paged and stored.repacked_format(rows, columns) is not None:
             self.repacked += size
         return size
+
+    def layers(self) -> list[int]:
+        """Bytes of the page of each layer of a dense model."""
+        sizes = [0] * self._profile.num_layers
+        for tensor in self._profile.page_tensors:
+            rows, columns = tensor.shape
+            size = self.matrix(_module(self._profile, tensor.name, tensor.layer), rows, columns, paged=True)
+            plain = align_up(rows * columns * self._itemsize, PAGE_ALIGNMENT)
+            sizes[tensor.layer] += plain if size is None else size
+            if size is not None:
+                self.of_layers.append((tensor.name, tensor.layer, size))
+        return sizes
 
     def pages(self, layer: int) -> list[int]:
         """Bytes of each expert of ``layer``."""

@@ -23,7 +23,7 @@ from moelight.formats.experts import ExpertLayout
 from moelight.formats.format import ITEM_BYTES, PAGE_ALIGNMENT, SHAPE, RepackTable
 from moelight.formats.matrix import Matrix
 from moelight.formats.plain import PLAIN_FORMATS
-from moelight.kernels.repack import transposition
+from moelight.kernels.repack import RowOrder, transposition
 from moelight.weights.page_layout import Places, StridedMatrix, joined_pair
 from moelight.weights.stored_matrix import TORCH
 from moelight.weights.tensor_info import StoredMatrix, TensorInfo, row_major
@@ -37,7 +37,7 @@ class PageTensor(NamedTuple):
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
-    table: RepackTable | None = None
+    table: RepackTable | RowOrder | None = None
 
     def of(self, page: Tensor) -> Tensor:
         """View of ``page`` (uint8)."""
@@ -104,7 +104,7 @@ class ExpertPages:
         """Bytes of a whole page."""
         return self.sizes[self.layout_ids[page]]
 
-    def tables(self) -> list[dict[int, RepackTable | None]]:
+    def tables(self) -> list[dict[int, RepackTable | RowOrder | None]]:
         """The tables by which tensors of each layout are reordered on arrival, by their offsets."""
         return [{tensor.offset: tensor.table for tensor in _turned(layout)} for layout in self.layouts]
 
@@ -148,17 +148,21 @@ def _repacked(matrix: Matrix[PageTensor]) -> Matrix[PageTensor]:
 
 
 def lay_out_pages(
-    pages: Mapping[Page, tuple[TensorInfo, ...]], places: Mapping[int, Places], *, dense: bool = False
+    pages: Mapping[Page, tuple[TensorInfo, ...]],
+    places: Mapping[int, Places],
+    *,
+    dense: bool = False,
+    unpacks: bool = False,
 ) -> ExpertPages:
     """The pages of experts given as tensors of a checkpoint of plain matrices. Raises CheckpointError for matrices that
     cannot be taken by themselves.
 
     Args:
         places: where the values are in the pages of each layer.
-        dense: pages are those of the layers of a dense model, whose matrices have names of their own, and are floats:
-            quantised matrices are unpacked when they are read.
+        dense: pages are those of the layers of a dense model, whose matrices have names of their own.
+        unpacks: pages are floats, and quantised matrices are unpacked when they are read.
     """
-    quantised = not dense and any(info.matrices for infos in pages.values() for info in infos)
+    quantised = not unpacks and any(info.matrices for infos in pages.values() for info in infos)
     ids: dict[tuple[object, ...], int] = {}
     numbered: dict[tuple[PageLayout, int], int] = {}
     layout_ids: dict[Page, int] = {}
@@ -168,7 +172,8 @@ def lay_out_pages(
         laid_out = infos if quantised else [replace(info, matrices=(), turned=False) for info in infos]
         parts, where = [info.stored() for info in laid_out], places[page.layer]
         held = tuple(info for part in parts for suffix, info in part.tensors.items() if suffix != SHAPE)
-        key = (id(where), *(part.stored for part in parts), *((info.dtype, info.nbytes) for info in held))
+        kinds = ((part.stored, part.heads) for part in parts)
+        key = (id(where), *kinds, *((info.dtype, info.nbytes) for info in held))
         if key not in ids:
             segments, nbytes = _segments(laid_out, parts, PAGE_ALIGNMENT if quantised else 1)
             named, interleaved = (where, False) if dense else _arranged(where, segments)
@@ -182,7 +187,7 @@ def lay_out_pages(
         pieces=MappingProxyType(pieces),
         layouts=tuple(layout for layout, _ in numbered),
         layout_ids=MappingProxyType(layout_ids),
-        sizes=(max(sizes),) * len(sizes) if dense else tuple(sizes),
+        sizes=(max(sizes),) * len(sizes) if dense and not quantised else tuple(sizes),
         dtype=None if quantised else next((infos[0].dtype for infos in pages.values()), None),
         orders=MappingProxyType(orders),
     )
@@ -258,7 +263,8 @@ def _segments(infos: Sequence[TensorInfo], parts: Sequence[StoredMatrix], alignm
         tensors = {}
         for suffix, tensor in part.tensors.items():
             if suffix != SHAPE:
-                tensors[suffix] = PageTensor(at, tensor.nbytes, tensor.dtype, tensor.shape)
+                order = RowOrder(part.rows, part.heads) if part.heads else None
+                tensors[suffix] = PageTensor(at, tensor.nbytes, tensor.dtype, tensor.shape, order)
                 at += align_up(tensor.nbytes, alignment)
         matrix = Matrix(stored=part.stored, rows=part.rows, columns=part.columns, tensors=tensors)
         segments.append(_Segment(info, matrix, begin, info.nbytes // ITEM_BYTES[info.dtype]))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -31,7 +31,7 @@ from moelight.kernels import native
 from moelight.kernels.device import Device, on_host
 from moelight.kernels.matrices import Stack, stack_of
 from moelight.kernels.quantized import cpu_dequantize, row_blocks
-from moelight.kernels.repack import in_group_order, repacked, turn
+from moelight.kernels.repack import RowOrder, in_group_order, repacked, turn
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.quantization import KEPT
@@ -205,8 +205,8 @@ def load_dense(
         for tensor in dense_tensors(model):
             into = outside if tensor.layer < 0 else layers[tensor.layer]
             if as_stored and (sizes := kept_parts(model, tensor)) is not None:
-                matrices = [weight_map.parts[part] for part in tensor.parts]
-                into[tensor.name] = _kept(matrices, arena[used : used + sum(sizes)].split(sizes))
+                matrices = [weight_map.parts[part].stored() for part in tensor.parts]
+                into[tensor.name] = kept(matrices, arena[used : used + sum(sizes)].split(sizes))
                 used += align_up(sum(sizes), TENSOR_ALIGNMENT)
                 continue
             nbytes = tensor.elements * dtype.itemsize
@@ -225,11 +225,10 @@ def load_dense(
     return ModelWeights(**outside, layers=tuple(LayerWeights(**layer) for layer in layers))
 
 
-def _kept(infos: Sequence[TensorInfo], rooms: Sequence[torch.Tensor]) -> Stack:
-    """The matrices ``infos`` as stored, or repacked, each in its room (uint8, its `kept_bytes`)."""
+def kept(matrices: Sequence[StoredMatrix], rooms: Sequence[torch.Tensor]) -> Stack:
+    """``matrices`` as stored, or repacked, each in its room (uint8, its `kept_bytes`)."""
     stack = []
-    for info, room in zip(infos, rooms, strict=True):
-        matrix = info.stored()
+    for matrix, room in zip(matrices, rooms, strict=True):
         held = read_matrix(matrix, room)
         if matrix.heads:
             for part in held.tensors.values():
@@ -333,7 +332,7 @@ class _PartRead(NamedTuple):
 
     piece: TensorInfo
     dest: torch.Tensor
-    table: RepackTable | None
+    table: RepackTable | RowOrder | None
 
 
 class PageReader(TensorReader):
@@ -398,8 +397,17 @@ class PageReader(TensorReader):
                 part.dest.copy_(derived_bytes(part.piece, self.tensor))
         stored = [part for part in reads if part.piece.derived is None]
         if stored and self._submit is not None and on_host(dest) and (native.available() or not tables):
-            parts = [(part.piece.file, part.piece.offset, part.dest.view(torch.uint8), part.table) for part in stored]
-            return _DirectPageRead(self._submit(parts), [part.piece for part in stored], examine)
+            unsorted = [part for part in stored if isinstance(part.table, RowOrder)]
+            parts = [
+                (
+                    part.piece.file,
+                    part.piece.offset,
+                    part.dest.view(torch.uint8),
+                    None if isinstance(part.table, RowOrder) else part.table,
+                )
+                for part in stored
+            ]
+            return _DirectPageRead(self._submit(parts), [part.piece for part in stored], unsorted, examine)
         for part in stored:
             if part.piece.matrices:
                 count = part.dest.numel()
@@ -465,8 +473,17 @@ def _check_orders(pages: ExpertPages, reads: Iterable[_PartRead], *, in_order: b
 
 
 class _DirectPageRead:
-    def __init__(self, reading: PageRead, pieces: Sequence[TensorInfo], examine: Callable[[], None]) -> None:
+    """``unsorted``: the parts whose rows are put in order once all has been read, by the first that waits."""
+
+    def __init__(
+        self,
+        reading: PageRead,
+        pieces: Sequence[TensorInfo],
+        unsorted: Sequence[_PartRead],
+        examine: Callable[[], None],
+    ) -> None:
         self._reading, self._pieces, self._examine = reading, pieces, examine
+        self._unsorted, self._lock = list(unsorted), threading.Lock()
         self.done = reading.done
 
     def wait(self) -> None:
@@ -477,6 +494,10 @@ class _DirectPageRead:
                 (candidate for candidate in self._pieces if str(candidate.file) == str(error.filename)), self._pieces[0]
             )
             raise _unreadable(piece, "", error) from None
+        with self._lock:
+            while self._unsorted:
+                part = self._unsorted.pop()
+                turn(part.dest.view(torch.uint8), cast("RowOrder", part.table))
         self._examine()
 
 

@@ -59,6 +59,16 @@ class Run:
     count: int
 
 
+def piece_names(name: str, count: int) -> list[str]:
+    """The names of the ``count`` matrices below one another that make parameter ``name``."""
+    return [name] if count == 1 else [f"{name}@{index}" for index in range(count)]
+
+
+def parameter_of(piece: str) -> str:
+    """The parameter that has ``piece``, of `piece_names`."""
+    return piece.partition("@")[0]
+
+
 class ScatteredError(Exception):
     """An expert's part of the stored tensor ``info`` is not one run of numbers."""
 

@@ -90,9 +90,15 @@ class OpenGraph(Protocol):
     @property
     def predicts(self) -> bool: ...
 
-    def decoder(self, profile: ModelProfile, arena: Any, dtype: Any, paged: Any) -> Callable[[Any], Any]:
+    def kept_as(self, name: str) -> Kept | None:
+        """The format and bytes of what a CPU keeps as it is stored in place of tensor ``name`` outside pages."""
+        ...
+
+    def decoder(
+        self, profile: ModelProfile, arena: Any, dtype: Any, paged: Any, *, as_stored: bool
+    ) -> Callable[[Any], Any]:
         """Read all weights outside pages into ``arena``; returns what makes the decoder with a workspace.
-        ``paged``: the experts in pages."""
+        ``paged``: the experts in pages; ``as_stored``: what `kept_as` says stays as it is stored."""
         ...
 
 
@@ -126,11 +132,13 @@ def plain_matrices(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 def as_stored(opened: OpenCheckpoint) -> OpenCheckpoint:
     """``opened``, whose profile is quantised, with the profile of what its pages hold."""
-    weight_map, profile, experts = opened.weight_map, opened.profile, opened.weight_map.experts
+    weight_map, profile, experts, graph = opened.weight_map, opened.profile, opened.weight_map.experts, opened.graph
     if experts.dtype is not None:
         return replace(opened, profile=replace(profile, stored=None))  # other matrices are not quantised in memory
 
     def kept_as(part: StoredTensor) -> Kept | None:
+        if graph is not None:
+            return graph.kept_as(part.name)
         info = weight_map.parts.get(part)
         return next(((matrix.stored, matrix.kept_bytes) for matrix in info.matrices), None) if info else None
 

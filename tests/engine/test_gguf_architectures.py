@@ -46,8 +46,8 @@ def write_file(name: str, directory: Path, path: Path, rounds: str = "", unpacks
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in header["keys"].items():
         getattr(writer, _TYPES[type(value)])(f"{architecture}.{key}", value)
-    _write_vocabulary(writer, directory)
-    tensors = _tensors(name, directory)
+    write_vocabulary(writer, directory)
+    tensors = checkpoint_tensors(name, directory)
     for tensor, shape in header["tensors"].items():
         values = tensors.pop(tensor)
         assert values.size == np.prod(shape), tensor
@@ -68,7 +68,7 @@ def write_file(name: str, directory: Path, path: Path, rounds: str = "", unpacks
     writer.close()
 
 
-def _write_vocabulary(writer: gguf.GGUFWriter, directory: Path) -> None:
+def write_vocabulary(writer: gguf.GGUFWriter, directory: Path) -> None:
     model = json.loads((directory / "tokenizer.json").read_text())["model"]
     added = json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
     tokens = [*sorted(model["vocab"], key=model["vocab"].get), *(token["content"] for token in added)]
@@ -81,7 +81,7 @@ def _write_vocabulary(writer: gguf.GGUFWriter, directory: Path) -> None:
         writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", len(model["vocab"]) + number)
 
 
-def _tensors(name: str, directory: Path) -> dict[str, np.ndarray]:
+def checkpoint_tensors(name: str, directory: Path) -> dict[str, np.ndarray]:
     """The numbers of the checkpoint by the names and in the order of a file."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = model.config

@@ -160,6 +160,22 @@ class ExpertTable:
             activations=sides,
         )
 
+    @staticmethod
+    def of_matrix(matrix: Matrix[Tensor], bias: Tensor | None = None) -> ExpertTable:
+        """Table of one page with one matrix [H, I], ``down``, and its bias [H]."""
+        biases = () if bias is None else (bias,)
+        form = _form("weight", [_matrix("weight", matrix)], biases, [True], bias is not None)
+        device = next(iter(matrix.tensors.values())).device
+        rows = [*_addresses([matrix], biases)] * len(MATRICES)
+        return ExpertTable(
+            hidden=matrix.rows,
+            width=matrix.columns,
+            parts={"down": (matrix,), "down_bias": biases},
+            table=torch.tensor(rows, dtype=torch.int64).to(device),
+            index=torch.zeros(1, dtype=torch.int32, device=device),
+            forms={"down": form},
+        )
+
 
 def _check_forms(forms: Mapping[str, MatrixForm], activation: Activation, sides: tuple[str, str]) -> int:
     """Check that matrices of these forms are those of an expert; return its width."""

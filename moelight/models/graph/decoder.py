@@ -181,7 +181,7 @@ class GraphDecoder:
             (page,) = pages
             if page is None:
                 return LayerExperts((None,))
-            matrices = self.paged.matrices(layer, page)
+            matrices = self.paged.matrices(layer, page, self.dtype)
             return LayerExperts((None,), install=binding(self._graph.module, matrices))
         if (function := self._functions[layer]) is None:
             return LayerExperts(())

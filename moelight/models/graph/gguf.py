@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +22,12 @@ from moelight.core.errors import CheckpointError, ConfigError, quoted
 from moelight.formats.ggml import ggml_format
 from moelight.models.graph.model import GraphModel, config_of, on_meta
 from moelight.models.graph.profile import profile_of
-from moelight.models.graph.weights import not_read, paged, renamer
+from moelight.models.graph.stored import with_stored_weights
+from moelight.models.graph.weights import not_read, paged, renamer, weights_in
 from moelight.profiles.gguf import GGMLTensor, GGUFFile, read_gguf
 from moelight.profiles.gguf_config import Metadata
 from moelight.profiles.gguf_families import GraphArchitecture, architecture_of, family_of, graph_values
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.stored import StoredWeights
-from moelight.profiles.tensor_list import page_shapes
 from moelight.weights.boxes import Tiled, concatenated
 from moelight.weights.gguf_checkpoint import assembled_info, expert_infos, matrix_info
 from moelight.weights.gguf_orders import ORDERS, rounds_of
@@ -37,6 +35,7 @@ from moelight.weights.ignored import PREDICTION
 from moelight.weights.loose_experts import layer_of
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
 
+GGUF_KIND = "GGUF"
 _BLOCK = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>.+)")
 _EXPERTS = re.compile(r"ffn_(?P<matrix>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
 _OF_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -105,29 +104,8 @@ def profile_of_file(path: Path) -> ModelProfile:
     name, row = architecture_of(file)
     assert isinstance(row, GraphArchitecture), "others are read without their graph"
     model = GraphModel(on_meta(config_of(config_values_of(file, name, row), where=str(path))))
-    return with_stored_bytes(file, profile_of(model, name=path.stem, where=str(path)))
-
-
-def with_stored_bytes(file: GGUFFile, profile: ModelProfile) -> ModelProfile:
-    """``profile`` with the bytes that the experts of ``file`` have; that of a dense model as it is."""
-    pages, types, dense = defaultdict[int, int](int), Counter[str](), list[tuple[str, int, int]]()
-    for tensor in file.tensors.values():
-        block = _BLOCK.fullmatch(tensor.name)
-        if block is not None and _EXPERTS.fullmatch(block["part"]):
-            pages[int(block["layer"])] += tensor.nbytes // profile.experts.num_experts
-            types[tensor.type] += tensor.nbytes
-        else:
-            dense.append((tensor.name, int(block["layer"]) if block is not None else -1, tensor.nbytes))
-    if not pages:
-        return profile
-    layers = [layer for layer, moe in enumerate(profile.moe_layers) if moe]
-    sizes: list[list[int]] = [[] for _ in profile.moe_layers]
-    for layer, number in zip(layers, sorted(pages), strict=False):
-        sizes[layer] = [pages[number]] * profile.experts.num_experts
-    label = "GGUF " + " and ".join(name for name, _ in types.most_common(2))
-    elements = sum(rows * columns for rows, columns in page_shapes(profile).values())
-    reasons = {kind: ggml_format(kind).int8_reason for kind in types}
-    return replace(profile, stored=StoredWeights.of(label, label, sizes, elements, dense, (), reasons))
+    profile = profile_of(model, name=path.stem, where=str(path))
+    return with_stored_weights(profile, weights_in(graph_checkpoint(file, name, row, model), model), GGUF_KIND)
 
 
 def names_in_file(name: str, row: GraphArchitecture, model: GraphModel) -> dict[str, str]:

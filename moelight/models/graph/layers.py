@@ -22,7 +22,7 @@ from moelight.kernels import native
 from moelight.kernels.arguments import FLOATS
 from moelight.kernels.device import on_host
 from moelight.kernels.norm import cpu_rms_norm, finish_heads
-from moelight.kernels.products import linear
+from moelight.kernels.products import Joined, linear, linear_of_all
 from moelight.kernels.reference import rms_norm as plain_norm
 from moelight.kernels.reference import rotate as plain_rotation
 from moelight.models.graph.effects import Attend, Ended
@@ -86,7 +86,7 @@ class _UsualAttention:
     eps: float
     like: Attend
 
-    def matrix(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+    def matrix(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Joined | None:
         """The matrix of q, k and v [(Hq + 2 Hkv) D, H], if the kernels compute all of the attention with it."""
         dtype, angles = hidden.dtype, (1, hidden.shape[1], self.like.q.shape[2])
         if any(tensor.shape != angles or tensor.dtype != dtype or not tensor.is_contiguous() for tensor in (cos, sin)):
@@ -96,11 +96,11 @@ class _UsualAttention:
             return None
         return as_one_matrix(*weights[:3])
 
-    def __call__(self, x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, matrix: Joined, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, H], ``matrix`` [(Hq + 2 Hkv) D, H], cos and sin [T, D] -> [T, H]."""
         run, like = running(), self.like
         queries, keys, size = like.q.shape[1], like.k.shape[1], like.q.shape[2]
-        qkv = linear(x, matrix)
+        qkv = linear_of_all(x, matrix)
         weights = [norm._parameters["weight"] for norm in self.norms]
         if weights and self.per_projection:
             for some, weight in zip(qkv.split((queries * size, keys * size, keys * size), 1), weights, strict=False):
@@ -146,7 +146,7 @@ class _UsualLayer:
         position_embeddings: Any = None,
         attention_mask: Any = None,
         **others: Any,
-    ) -> Tensor | None:
+    ) -> Joined | None:
         """The matrix of `_UsualAttention.matrix`, if the kernels compute all of the layer but the block."""
         cached = any(others.get(name) is not None for name in CACHES)
         if not isinstance(position_embeddings, tuple) or attention_mask is not None or cached:

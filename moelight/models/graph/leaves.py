@@ -28,9 +28,10 @@ from moelight.kernels import native
 from moelight.kernels.device import on_host
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.norm import cpu_rms_norm, cpu_rotate, rms_norm, rms_norm_mixed
-from moelight.kernels.products import linear, parts
+from moelight.kernels.products import Joined, feed_forward_stored, linear, linear_of_all, parts
 from moelight.kernels.reference import rms_norm as plain_norm
 from moelight.kernels.reference import rotate as plain_rotation
+from moelight.kernels.stored_weight import StoredWeight
 from moelight.models.graph.forwards import calling, undecorated
 
 Forward = Callable[[Tensor], Tensor]
@@ -161,10 +162,10 @@ class _InTurn:
         if count == 1 or not on_host(x):
             return self._own[0](x)
         weights = [layer._parameters["weight"] for layer in self._layers[:count]]
-        matrix = as_one_matrix(*weights)
-        if matrix is None or matrix.shape[0] % 2:  # numbers of a row are seen as complex ones by even strides alone
+        joined, sizes = as_one_matrix(*weights), [weight.shape[0] for weight in weights]
+        if joined is None or sum(sizes) % 2:  # numbers of a row are seen as complex ones by even strides alone
             return self._own[0](x)
-        parts = linear(_rows(x), matrix).split([len(weight) for weight in weights], dim=1)
+        parts = linear_of_all(_rows(x), joined).split(sizes, dim=1)
         self._results = [part.view(*x.shape[:-1], part.shape[1]) for part in parts]
         return self._results[0]
 
@@ -311,8 +312,11 @@ def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward
         *inward, down = [product._parameters["weight"] for product in products]
         if not on_host(x) or not native.available() or down.dtype != x.dtype:
             return original(x)
+        if all(isinstance(weight, StoredWeight) for weight in (*inward, down)):
+            result = feed_forward_stored(_rows(x), inward, down, activation=activation)
+            return original(x) if result is None else result.view(x.shape)
         gate_up = inward[0] if len(inward) == 1 else as_one_matrix(*inward)
-        if gate_up is None:
+        if not isinstance(gate_up, Tensor) or isinstance(down, StoredWeight):
             return original(x)
         rows = _rows(x)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -324,8 +328,12 @@ def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward
     return forward
 
 
-def as_one_matrix(*matrices: Tensor) -> Tensor | None:
-    """matrices [I, H], of any I, as one view [sum of I, H], if they lie so."""
+def as_one_matrix(*matrices: Tensor) -> Joined | None:
+    """matrices [I, H], of any I, as one view [sum of I, H], if they lie so; those that are kept as they are stored as
+    they are."""
+    stored = [matrix for matrix in matrices if isinstance(matrix, StoredWeight)]
+    if stored:
+        return stored if len(stored) == len(matrices) else None
     for one, other in pairwise(matrices):
         if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or one.dtype != other.dtype:
             return None

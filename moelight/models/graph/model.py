@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from moelight.core.errors import ConfigError, MoelightError, quoted
 from moelight.kernels import native
 from moelight.kernels.arguments import one_thread_for_torch
+from moelight.kernels.stored_weight import StoredWeight
 from moelight.models.graph.delta import DeltaModule, delta_module
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
 from moelight.models.graph.families import (
@@ -49,6 +51,7 @@ _DRY_ROWS = 2
 _MOST_ALONE = 1 << 20  # numbers of hidden states: adding so many takes one core 0.3 ms
 _LARGE = 1 << 20  # numbers of a matrix: routers have fewer
 _UNSAID = -1  # the window of attention that leaves it to masks
+_PRODUCTS = (functional.linear, functional.embedding, torch.embedding)
 _HARMLESS = frozenset(("position_ids", "cache_position"))  # tensors of attention calls that say nothing new
 
 
@@ -71,6 +74,7 @@ class GraphModel:
         moe_layers: whether experts follow mixer l.
         experts: the module of each experts effect, in order; their parameters are never materialised.
         forms: how the experts of each of them compute, and what their pages are.
+        multiplied: the names of the weights of linear layers and embeddings that are used for products and rows alone.
         pages: of a dense model (one without experts), the matrices of each layer's page by name: all that the run
             multiplies by between the mixer of this layer and that of the next, or the end, and nowhere else. Empty
             with experts.
@@ -99,7 +103,9 @@ class GraphModel:
         self.experts: tuple[nn.Module, ...] = ()
         self.stateful, complete = self._hook(latents=latents)
         self.pages: tuple[tuple[str, ...], ...] = ()
-        self.mixers, self.moe_layers = self._dry_run()
+        with _Uses() as uses:
+            self.mixers, self.moe_layers = self._dry_run()
+        self.multiplied = frozenset(self._weights_of_products(uses))
         if not any(self.moe_layers):
             self.pages = self._find_pages()
         usual = {MixerKind.ATTENTION, MixerKind.RECURRENT}
@@ -225,6 +231,11 @@ class GraphModel:
         self.forms = tuple(_form(expert_module) for expert_module in modules)
         return tuple(run.kinds), tuple(layer in follows for layer in range(len(run.kinds)))
 
+    def _weights_of_products(self, uses: _Uses) -> Iterator[str]:
+        for name, part in self.module.named_modules():
+            if isinstance(part, nn.Linear | nn.Embedding) and id(part.weight) not in uses.otherwise:
+                yield f"{name}.weight"
+
     def _find_pages(self) -> tuple[tuple[str, ...], ...]:
         """The names of the matrices that only one segment of a run uses, by the mixer that it follows."""
         run, users = self._dry_start(by_pages=True), defaultdict[int, set[int]](set)
@@ -273,16 +284,20 @@ def module_of(error: Exception) -> nn.Module | None:
 
 
 class _Uses(TorchFunctionMode):
-    """Notes the identities of the tensors that torch's functions are given; those asked for an attribute alone are not
-    used."""
+    """Notes the identities of the parameters that torch's functions are given, and of those that others than linear
+    layers and embeddings are given; those asked for an attribute alone are not used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parameters: set[int] = set()
+        self.otherwise: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "__get__":
-            self.parameters.update(map(id, _parameters((*args, *(kwargs or {}).values()))))
+            used = set(map(id, _parameters((*args, *(kwargs or {}).values()))))
+            self.parameters |= used
+            if func not in _PRODUCTS:
+                self.otherwise |= used
         return func(*args, **(kwargs or {}))
 
 
@@ -446,7 +461,8 @@ def binding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Callable[[], No
     places = []
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
-        places.append((module.get_submodule(path)._parameters, leaf, nn.Parameter(tensor, requires_grad=False)))
+        parameter: Any = tensor if isinstance(tensor, StoredWeight) else nn.Parameter(tensor, requires_grad=False)
+        places.append((module.get_submodule(path)._parameters, leaf, parameter))
 
     def bind() -> None:
         for owner, leaf, parameter in places:

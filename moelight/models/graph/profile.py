@@ -74,10 +74,13 @@ def profile_of_directory(directory: Path) -> ModelProfile:
     loud = logging.get_verbosity()
     logging.set_verbosity_error()  # it says which kernels it would like, and computes nothing here
     try:
-        profile = profile_of(GraphModel(on_meta(theirs)), name=directory.resolve().name, where=config.where)
+        model = GraphModel(on_meta(theirs))
+        profile = profile_of(model, name=directory.resolve().name, where=config.where)
     finally:
         logging.set_verbosity(loud)
-    return profile if quantization is None else with_stored(profile, quantization.format_of, config.where)
+    if quantization is None:
+        return profile
+    return with_stored(profile, quantization.format_of, config.where, multiplied=model.multiplied)
 
 
 def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:

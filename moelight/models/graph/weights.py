@@ -25,16 +25,18 @@ from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.formats.registry import SUFFIXES
 from moelight.hrm.costs import TENSOR_ALIGNMENT
+from moelight.kernels.stored_weight import StoredWeight
 from moelight.models.graph.families import ExpertForm
+from moelight.profiles.quantization import Kept
 from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, UnequalError
 from moelight.weights.expert_pages import ExpertPages, lay_out_pages
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, NOT_READ, OTHER_PART, PREDICTION, IgnoreRule, set_aside
-from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, values_between
+from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, kept, values_between
 from moelight.weights.loose_experts import LooseExperts, layer_of, loose_experts
-from moelight.weights.page_layout import Places, ScatteredError, in_a_row, lay_out
+from moelight.weights.page_layout import Places, ScatteredError, in_a_row, lay_out, piece_names
 from moelight.weights.source import Checkpoint, IgnoredTensor
-from moelight.weights.tensor_info import TensorInfo
+from moelight.weights.tensor_info import StoredMatrix, TensorInfo
 from moelight.weights.tensor_map import open_needed, plain_matrices
 from moelight.weights.torch_dtypes import from_torch, to_torch
 
@@ -62,6 +64,7 @@ class Model(Protocol):
     experts: tuple[nn.Module, ...]
     forms: tuple[ExpertForm, ...]
     pages: tuple[tuple[str, ...], ...]
+    multiplied: frozenset[str]
 
 
 def paged(model: Model) -> Iterator[tuple[int, ExpertForm, dict[str, str]]]:
@@ -84,6 +87,8 @@ class DenseTensor:
         wide: float32 in a computation in float16.
         boxes: the stored numbers that tile it.
         spare: the same numbers, stored once more under a tied name.
+        stack: the stored matrices, below one another, by which the CPU can multiply without unpacking them; empty if
+            there are none.
     """
 
     names: tuple[str, ...]
@@ -92,13 +97,16 @@ class DenseTensor:
     wide: bool
     boxes: tuple[Box, ...]
     spare: TensorInfo | None = None
+    stack: tuple[StoredMatrix, ...] = ()
 
     def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the tensor where ``dtype`` is computed in."""
         return self.dtype or (torch.float32 if self.wide and dtype == torch.float16 else dtype)
 
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes in a computation in ``dtype``."""
+    def nbytes(self, dtype: torch.dtype, *, as_stored: bool = False) -> int:
+        """Bytes in a computation in ``dtype``; ``as_stored``: of the stack, if there is one."""
+        if as_stored and self.stack:
+            return sum(matrix.kept_bytes for matrix in self.stack)
         return torch.Size(self.shape).numel() * self.dtype_in(dtype).itemsize
 
 
@@ -127,9 +135,15 @@ class GraphWeightMap:
     initial: tuple[str, ...]
     ignored: tuple[IgnoredTensor, ...] = ()
 
-    def dense_bytes(self, dtype: torch.dtype) -> int:
+    def kept_as(self, name: str) -> Kept | None:
+        """The format and bytes of the matrices that stay as they are stored in place of tensor ``name``, outside pages;
+        None if none do."""
+        stack = next((tensor.stack for tensor in self.dense if tensor.names[0] == name), ())
+        return (stack[0].stored, sum(matrix.kept_bytes for matrix in stack)) if stack else None
+
+    def dense_bytes(self, dtype: torch.dtype, *, as_stored: bool = False) -> int:
         """Bytes of the arena in a computation in ``dtype``."""
-        return sum(align_up(tensor.nbytes(dtype), TENSOR_ALIGNMENT) for tensor in self.dense)
+        return sum(align_up(tensor.nbytes(dtype, as_stored=as_stored), TENSOR_ALIGNMENT) for tensor in self.dense)
 
 
 def locate_weights(directory: Path, model: Model) -> GraphWeightMap:
@@ -399,18 +413,21 @@ class _Audit:
         dense, initial = self._dense(dtype)
         places: dict[int, Places] = {}
         pages: dict[Page, tuple[TensorInfo, ...]] = {}
+        layers = [self._tensors_of_layer(names, dtype) for names in self._model.pages]
+        of_layers = [run for tensors in layers for tensor in tensors for run in _runs_of(tensor)]
+        keeps = _is_quantised(of_layers) and all(_can_be_kept(run) for run in of_layers)
         for layer, form, paths in self._paged:
             rows = self.experts_of(form, paths)
             if rows and (laid_out := self._laid_out(rows)):
                 places[layer] = laid_out[0]
                 pages.update({Page(layer=layer, expert=expert): runs for expert, runs in enumerate(laid_out[1])})
-        for layer, names in enumerate(self._model.pages):
-            places[layer], pages[Page(layer=layer, expert=0)] = self._page_of_layer(names, dtype)
+        for layer, tensors in enumerate(layers):
+            places[layer], pages[Page(layer=layer, expert=0)] = _page_of_layer(tensors, keeps=keeps)
         self._faults.raise_first()
         return GraphWeightMap(
             dtype=dtype,
             dense=dense,
-            experts=lay_out_pages(pages, places, dense=bool(self._model.pages)),
+            experts=lay_out_pages(pages, places, dense=bool(layers), unpacks=bool(layers) and not keeps),
             initial=initial,
             ignored=ignored,
         )
@@ -524,7 +541,7 @@ class _Audit:
         if len(first) > 1 or len(spare) > 1 or first[0].dtype != spare[0].dtype or len(stored) > 2:
             self._faults.add(f"{first[0].file}: tensors {', '.join(map(repr, stored))} are tied, but all are stored")
             return None
-        return replace(tensor, spare=spare[0])
+        return replace(tensor, spare=spare[0], stack=())
 
     def _described(self, names: Sequence[str], dtype: DType, boxes: tuple[Box, ...]) -> DenseTensor:
         tensor: Tensor = self._state[names[0]]
@@ -538,12 +555,28 @@ class _Audit:
             stored_dtype = tensor.dtype
         elif strict or (keeps and dtype is not FLOAT32):
             stored_dtype = torch.float32
-        return DenseTensor(names=tuple(names), shape=tuple(tensor.shape), dtype=stored_dtype, wide=wide, boxes=boxes)
+        described = DenseTensor(
+            names=tuple(names), shape=tuple(tensor.shape), dtype=stored_dtype, wide=wide, boxes=boxes
+        )
+        return replace(described, stack=self._stack(described, dtype))
 
-    def _page_of_layer(self, names: Sequence[str], dtype: DType) -> tuple[Places, tuple[TensorInfo, ...]]:
-        """The places of the matrices ``names`` in the order of the files, and the runs of stored numbers that make a
-        page of them."""
-        tensors: list[tuple[str, DenseTensor]] = []
+    def _stack(self, tensor: DenseTensor, dtype: DType) -> tuple[StoredMatrix, ...]:
+        """The matrices of ``tensor`` as `DenseTensor.stack`: of linear layers, and of embeddings whose rows are stored
+        by themselves."""
+        if not (tensor.boxes and self._model.multiplied.issuperset(tensor.names)) or _not_of_a_page(tensor, dtype):
+            return ()
+        runs = _runs_of(tensor)
+        if not _is_quantised(runs) or not all(run.matrices and _can_be_kept(run) for run in runs):
+            return ()
+        stack = tuple(run.stored() for run in runs)
+        modules = (self._module.get_submodule(name.rpartition(".")[0]) for name in tensor.names)
+        if any(isinstance(module, nn.Embedding) for module in modules) and not _is_by_rows(stack):
+            return ()
+        return stack
+
+    def _tensors_of_layer(self, names: Sequence[str], dtype: DType) -> list[DenseTensor]:
+        """The matrices ``names`` of a layer's page, in the order of the files."""
+        tensors: list[DenseTensor] = []
         for name in names:
             if name not in self._conversion.sources:
                 self._conversion.missing(name)
@@ -551,10 +584,8 @@ class _Audit:
                 if fault := _not_of_a_page(tensor, dtype):
                     self._faults.add(fault)
                 else:
-                    tensors.append((name, tensor))
-        tensors.sort(key=lambda entry: (str(entry[1].boxes[0].info.file), entry[1].boxes[0].info.offset))
-        runs = (_run_of(box, 0, torch.Size(box.shape).numel()) for _, tensor in tensors for box in tensor.boxes)
-        return in_a_row({name: tensor.shape for name, tensor in tensors}), tuple(runs)
+                    tensors.append(tensor)
+        return sorted(tensors, key=_file_position)
 
     def _shaped(self, name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Whether tensor ``name`` has one of ``shapes``; records a fault otherwise."""
@@ -655,6 +686,53 @@ def _gate_and_up(inward: Sequence[Tiled], form: ExpertForm) -> Sequence[Tiled]:
     return both.split(0, (width, width))
 
 
+def _file_position(tensor: DenseTensor) -> tuple[str, int]:
+    info = tensor.boxes[0].info
+    first = next(iter(info.matrices[0].tensors.values())) if info.matrices else info
+    return str(first.file), first.offset
+
+
+def _page_of_layer(tensors: Sequence[DenseTensor], *, keeps: bool) -> tuple[Places, tuple[TensorInfo, ...]]:
+    """The places of ``tensors`` in the page of a layer, and the runs of stored numbers that make it. ``keeps``: each of
+    the stored matrices that make a tensor has a place of its own."""
+    runs = [_runs_of(tensor) for tensor in tensors]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor, some in zip(tensors, runs, strict=True):
+        name, columns = tensor.names[0], tensor.shape[1]
+        if keeps:
+            rows = (box.shape[0] for box in tensor.boxes)
+            shapes |= zip(piece_names(name, len(some)), ((count, columns) for count in rows), strict=True)
+        else:
+            shapes[name] = tensor.shape
+    return in_a_row(shapes), tuple(run for some in runs for run in some)
+
+
+def _runs_of(tensor: DenseTensor) -> list[TensorInfo]:
+    """The stored numbers of each box of ``tensor``, which is in order."""
+    return [_run_of(box, 0, torch.Size(box.shape).numel()) for box in tensor.boxes]
+
+
+def _is_quantised(runs: Iterable[TensorInfo]) -> bool:
+    return any(matrix.stored.is_quantised for run in runs for matrix in run.matrices)
+
+
+def _is_by_rows(stack: Sequence[StoredMatrix]) -> bool:
+    """Whether ``stack`` is one matrix, of which each row can be read by itself."""
+    steps = (matrix.stored.rows_of_line(suffix) for matrix in stack for suffix in matrix.stored.names)
+    return len(stack) == 1 and all(step in (0, 1) for step in steps)
+
+
+def _can_be_kept(run: TensorInfo) -> bool:
+    """Whether the numbers of ``run`` are rows of a stored matrix, and its values themselves."""
+    if any(matrix.stored_as or matrix.stack > 1 for matrix in run.matrices):
+        return False
+    try:
+        run.stored()
+    except CheckpointError:
+        return False
+    return True
+
+
 def _not_of_a_page(tensor: DenseTensor, dtype: DType) -> str:
     """A fault, if ``tensor`` cannot be read into a page as it is stored; else empty."""
     info, row = tensor.boxes[0].info, 0
@@ -711,20 +789,35 @@ def _of_other_parts(directory: Path, left: Iterable[TensorInfo]) -> set[str]:
     return {info.name for info in left if rename(info.name)[0] in state}
 
 
-def fill_weights(model: Model, weight_map: GraphWeightMap, arena: Tensor, dtype: torch.dtype) -> None:
+def fill_weights(
+    model: Model,
+    weight_map: GraphWeightMap,
+    arena: Tensor,
+    dtype: torch.dtype,
+    *,
+    as_stored: bool = False,
+    activations: str = "auto",
+) -> None:
     """Read all weights outside expert pages: the module's parameters and buffers become views of ``arena`` (uint8, at
-    least ``weight_map.dense_bytes(dtype)``, contiguous, any device), computed buffers are on its device, and the
-    experts' matrices stay on the meta device. Raises CheckpointError for an unreadable file, for tied weights that are
+    least ``weight_map.dense_bytes``, contiguous, any device), computed buffers are on its device, and the experts'
+    matrices stay on the meta device. ``as_stored``: matrices by which the CPU can multiply so stay as they are stored,
+    and their products take ``activations``. Raises CheckpointError for an unreadable file, for tied weights that are
     stored twice and differ, and for numbers that float16 does not hold."""
-    check_bytes(arena, weight_map.dense_bytes(dtype), "the arena")
+    check_bytes(arena, weight_map.dense_bytes(dtype, as_stored=as_stored), "the arena")
     module: Any = model.module
     _compute_buffers(module, dtype, arena.device)
-    views, used = [], 0
+    unpacked: list[tuple[DenseTensor, Tensor]] = []
+    used = 0
     for tensor in weight_map.dense:
-        nbytes, kind = tensor.nbytes(dtype), tensor.dtype_in(dtype)
-        views.append(arena[used : used + nbytes].view(kind).view(tensor.shape))
+        nbytes, kind = tensor.nbytes(dtype, as_stored=as_stored), tensor.dtype_in(dtype)
+        room = arena[used : used + nbytes]
         used += align_up(nbytes, TENSOR_ALIGNMENT)
-        _place(module, tensor.names, views[-1])
+        if as_stored and tensor.stack:
+            stack = kept(tensor.stack, room.split([matrix.kept_bytes for matrix in tensor.stack]))
+            _place(module, tensor.names, StoredWeight.of(stack, kind, activations))
+            continue
+        unpacked.append((tensor, room.view(kind).view(tensor.shape)))
+        _place(module, tensor.names, unpacked[-1][1])
     for name in weight_map.initial:
         part = module.get_submodule(name.rpartition(".")[0])
         with torch.no_grad():
@@ -732,7 +825,7 @@ def fill_weights(model: Model, weight_map: GraphWeightMap, arena: Tensor, dtype:
     files = (box.info.file for tensor in weight_map.dense for box in tensor.boxes)
     spares = (tensor.spare.file for tensor in weight_map.dense if tensor.spare)
     with TensorReader((*files, *spares), weight_map.dtype) as reader:
-        for tensor, view in zip(weight_map.dense, views, strict=True):
+        for tensor, view in unpacked:
             for box in tensor.boxes:
                 _read(reader, box, view, to_torch(weight_map.dtype))
             if view.dtype == torch.float16 and bool(view.isinf().any()):
@@ -772,12 +865,12 @@ def _read(reader: TensorReader, box: Box, target: Tensor, common: torch.dtype) -
 
 def _place(module: nn.Module, names: Sequence[str], view: Tensor) -> None:
     """Make ``view`` the parameter or buffer called ``names``."""
-    parameter = nn.Parameter(view, requires_grad=False)
+    parameter = view if isinstance(view, StoredWeight) else nn.Parameter(view, requires_grad=False)
     for name in names:
         path, _, key = name.rpartition(".")
         owner = module.get_submodule(path)
         if key in owner._parameters:
-            owner._parameters[key] = parameter
+            owner._parameters[key] = parameter  # type: ignore[assignment]
         else:
             owner._buffers[key] = view
 

@@ -82,6 +82,7 @@ class Graph:
         self.forms = tuple(_form(part) for part in self.experts)
         self.moe_layers = (False, *[True] * len(self.experts))
         self.pages = ()
+        self.multiplied = frozenset()
 
 
 def _holds_experts(part: nn.Module) -> bool:
