@@ -61,7 +61,7 @@ SINGLE_IMPORTER = {
     "experts.adapt": "rules of the language, independent of caches",
     "integrations.paged_modules": "modules that transformers calls",
     "kernels.gpu.attention_triton": "imported only where Triton is installed",
-    "kernels.gpu.programs": "imported only where Triton is installed",
+    "kernels.gpu.stored_linear": "a GPU's products, beside those of the CPU",
     "kernels.gpu.unpackers": "imported only where Triton is installed",
     "models.graph.decoder": "the runtime's decoder of module graphs",
     "optimizer.milp": "the only module that depends on HiGHS",

@@ -81,13 +81,13 @@ bool floats_of_steps(const Quantized& q, int64_t row, int64_t first, int64_t siz
 template <class Format, class R>
 void unpack_floats(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                    int64_t to_bytes) {
-  const int64_t whole = size / kUnpackStep * kUnpackStep;
+  const int64_t stepped = size / kUnpackStep * kUnpackStep;
   for (int64_t r = 0; r < rows; ++r) {
     auto* const out = reinterpret_cast<float*>(static_cast<char*>(to) + r * to_bytes);
-    if (!floats_of_steps<Format, R>(q, row + r, first, whole, lead, out)) {
+    if (!floats_of_steps<Format, R>(q, row + r, first, stepped, lead, out)) {
       unpack_plainly<float, R>(q, row + r, 1, first, size, 0, out, 0);
-    } else if (whole < size) {
-      unpack_plainly<float, R>(q, row + r, 1, first + whole, size - whole, 0, out + whole, 0);
+    } else if (stepped < size) {
+      unpack_plainly<float, R>(q, row + r, 1, first + stepped, size - stepped, 0, out + stepped, 0);
     }
   }
 }

@@ -25,7 +25,7 @@ from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.device import on_host
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 from moelight.kernels.matrices import Stack, floats_of
-from moelight.kernels.stored_weight import StoredWeight, product, product_of_all, served, stored_product, widened
+from moelight.kernels.stored_weight import StoredWeight, linear_stored, product_of_all, served, stored_product, widened
 
 Joined = Tensor | Sequence[StoredWeight]  # weights below one another: of one matrix, or as they are stored
 _STEPS = ((4, 1), (64, 4), (256, 8), (1024, 16))
@@ -64,7 +64,7 @@ def linear_stacked(x: Tensor, stack: Stack, bias: Tensor | None = None, *, activ
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [R, in], weight [out, in], bias [out] -> [R, out] in x's dtype; float32 if the weights are of another."""
     if isinstance(weight, StoredWeight):
-        return product(x, weight, bias)
+        return linear_stored(x, weight, bias)
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         if on_host(x) and native.available():
             return cpu_linear(x.float(), weight, None if bias is None else bias.float())

@@ -56,7 +56,7 @@ class StoredWeight(Tensor):
     def table(self, index: int) -> ExpertTable | None:
         """What a GPU multiplies matrix ``index`` of the stack by; None if Triton does not."""
         if index not in self._tables:
-            self._tables[index] = stored_linear.table_of(self.stack[index])
+            self._tables[index] = stored_linear.matrix_table(self.stack[index])
         return self._tables[index]
 
     def values(self) -> Tensor:
@@ -80,7 +80,7 @@ class StoredWeight(Tensor):
         if func is functional.linear and not kwargs and isinstance(args[1], StoredWeight):
             x, weight, *bias = args
             rows = x.reshape(-1, x.shape[-1])
-            return product(rows, weight, *bias).view(*x.shape[:-1], weight.sizes[0])
+            return linear_stored(rows, weight, *bias).view(*x.shape[:-1], weight.sizes[0])
         if func in (functional.embedding, torch.embedding):
             indices, weight = args[:2] if func is functional.embedding else args[1::-1]
             if isinstance(weight, StoredWeight):
@@ -106,7 +106,7 @@ def _unpacked(value: Any) -> Any:
     return value.values() if isinstance(value, StoredWeight) else value
 
 
-def product(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> Tensor:
+def linear_stored(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> Tensor:
     """x [T, C] of the weight's dtype, contiguous within rows -> x weight^T + bias [T, R]."""
     if not on_host(x):
         return _product_on_device(x, weight, bias)
@@ -114,9 +114,9 @@ def product(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> Tens
 
 
 def product_of_all(x: Tensor, weights: Sequence[StoredWeight]) -> Tensor:
-    """`product` of x [T, C] and all ``weights``, below one another."""
+    """`linear_stored` of x [T, C] and all ``weights``, below one another."""
     if not on_host(x):
-        return torch.cat([product(x, weight) for weight in weights], dim=1)
+        return torch.cat([linear_stored(x, weight) for weight in weights], dim=1)
     stack = tuple(matrix for weight in weights for matrix in weight.stack)
     return stored_product(widened(x), stack, activations=weights[0].activations).to(x.dtype)
 
@@ -144,7 +144,7 @@ def stored_product(x: Tensor, stack: Stack, bias: Tensor | None = None, *, activ
 
 
 def _product_on_device(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
-    """`product` on a GPU: by Triton, which unpacks in its programs, else with the values of some rows at a time."""
+    """`linear_stored` on a GPU: by Triton, which unpacks as it loads, else with the values of some rows at a time."""
     results, first, served_there = [], 0, stored_linear.serves(x.device, x.dtype)
     for index, matrix in enumerate(weight.stack):
         some = None if bias is None else bias[first : first + matrix.rows]

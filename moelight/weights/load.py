@@ -206,7 +206,7 @@ def load_dense(
             into = outside if tensor.layer < 0 else layers[tensor.layer]
             if as_stored and (sizes := kept_parts(model, tensor)) is not None:
                 matrices = [weight_map.parts[part].stored() for part in tensor.parts]
-                into[tensor.name] = kept(matrices, arena[used : used + sum(sizes)].split(sizes))
+                into[tensor.name] = read_stack(matrices, arena[used : used + sum(sizes)].split(sizes))
                 used += align_up(sum(sizes), TENSOR_ALIGNMENT)
                 continue
             nbytes = tensor.elements * dtype.itemsize
@@ -225,7 +225,7 @@ def load_dense(
     return ModelWeights(**outside, layers=tuple(LayerWeights(**layer) for layer in layers))
 
 
-def kept(matrices: Sequence[StoredMatrix], rooms: Sequence[torch.Tensor]) -> Stack:
+def read_stack(matrices: Sequence[StoredMatrix], rooms: Sequence[torch.Tensor]) -> Stack:
     """``matrices`` as stored, or repacked, each in its room (uint8, its `kept_bytes`)."""
     stack = []
     for matrix, room in zip(matrices, rooms, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moelight.kernels import native
-from moelight.kernels.gpu.stored_linear import stored_linear, table_of
+from moelight.kernels.gpu.stored_linear import matrix_table, stored_linear
 from moelight.kernels.products import feed_forward_stored, linear, linear_of_all
 from moelight.kernels.quantized import dense_values
 from moelight.kernels.stored_weight import StoredWeight
@@ -87,7 +87,7 @@ def test_products_are_those_with_the_rounded_values(name: str, dtype: torch.dtyp
 def test_a_gpu_multiplies_by_one(name: str, device: torch.device) -> None:
     weight, bias = matrix(FORMATS[name], 40, 256, seed=2), torch.randn(40)
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
-    table = table_of(moved(weight, device), bias.to(device))
+    table = matrix_table(moved(weight, device), bias.to(device))
     assert table is not None
     out = torch.empty((5, 40), device=device)
     stored_linear(x.to(device), table, out)

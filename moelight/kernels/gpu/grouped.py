@@ -191,7 +191,7 @@ def _launch(
     ):
         tile = tile_of(pages, part, source, activation, mean_rows, wide=wide)
         if tile.rows != height:
-            height, slots = tile.rows, slots_of(offsets, pages, len(out), tile.rows)
+            height, slots = tile.rows, row_slots(offsets, pages, len(out), tile.rows)
         inputs: Tensor | RoundedRows = source
         chosen = index
         if pages.rounds(part):
@@ -235,7 +235,7 @@ def _launch_cuda(
     out: Tensor,
 ) -> None:
     height, factor = grouped_cuda.SLOT_ROWS, shrink(x.dtype, out.dtype)
-    slots = slots_of(offsets, pages, out.shape[0], height)
+    slots = row_slots(offsets, pages, out.shape[0], height)
     for part, source, into, index, by in (
         ("gate_up", x, active, tokens, factor),
         ("down", active, out, None, 1 / factor),
@@ -244,7 +244,7 @@ def _launch_cuda(
         grouped_cuda.launch(*call)
 
 
-def slots_of(offsets: Tensor, pages: ExpertTable, rows: int, height: int) -> Tensor:
+def row_slots(offsets: Tensor, pages: ExpertTable, rows: int, height: int) -> Tensor:
     """Blocks of at most ``height`` rows of one expert: int32 [n, 3] (page, first row, row after the expert's last).
 
     In order of rows, then unused ones with page -1; n is the most that ``rows`` rows can need.

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moelight.formats.matrix import Matrix
 from moelight.kernels.activations import SILU
+from moelight.kernels.device import Device
 from moelight.kernels.gpu import serving, tiles
-from moelight.kernels.gpu.grouped import slots_of, tile_of
+from moelight.kernels.gpu.grouped import row_slots, tile_of
 from moelight.kernels.gpu.pages import ExpertTable
-from moelight.kernels.gpu.serving import on_device
 
 
-def table_of(matrix: Matrix[Tensor], bias: Tensor | None = None) -> ExpertTable | None:
+def matrix_table(matrix: Matrix[Tensor], bias: Tensor | None = None) -> ExpertTable | None:
     """What `stored_linear` multiplies by; None where Triton does not unpack the format, or not where its bytes lie."""
     if matrix.stored.unpacker is None:
         return None
@@ -39,10 +39,10 @@ def stored_linear(x: Tensor, table: ExpertTable, out: Tensor) -> None:
 
     if not len(x):
         return
-    with on_device(x.device):
+    with Device(x.device).context():
         tile = tile_of(table, "down", x, SILU, float(len(x)))
         offsets = torch.arange(2, dtype=torch.int32, device=x.device).mul_(len(x))
-        slots = slots_of(offsets, table, len(x), tile.rows)
+        slots = row_slots(offsets, table, len(x), tile.rows)
         arguments, constants = programs.arguments_of(table, "down", x, out, slots, None, tile, SILU)
         grid = (len(slots) * -(-out.shape[1] // tile.columns),)
         grouped_triton.grouped[grid](*arguments, **constants, **tiles.launch_options(tile))

@@ -32,7 +32,7 @@ from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, Unequ
 from moelight.weights.expert_pages import ExpertPages, lay_out_pages
 from moelight.weights.faults import Faults
 from moelight.weights.ignored import COMPUTED, NOT_READ, OTHER_PART, PREDICTION, IgnoreRule, set_aside
-from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, kept, values_between
+from moelight.weights.load import BOUNCE_BYTES, TensorReader, check_bytes, check_tie, read_stack, values_between
 from moelight.weights.loose_experts import LooseExperts, layer_of, loose_experts
 from moelight.weights.page_layout import Places, ScatteredError, in_a_row, lay_out, piece_names
 from moelight.weights.source import Checkpoint, IgnoredTensor
@@ -813,7 +813,7 @@ def fill_weights(
         room = arena[used : used + nbytes]
         used += align_up(nbytes, TENSOR_ALIGNMENT)
         if as_stored and tensor.stack:
-            stack = kept(tensor.stack, room.split([matrix.kept_bytes for matrix in tensor.stack]))
+            stack = read_stack(tensor.stack, room.split([matrix.kept_bytes for matrix in tensor.stack]))
             _place(module, tensor.names, StoredWeight.of(stack, kind, activations))
             continue
         unpacked.append((tensor, room.view(kind).view(tensor.shape)))
