@@ -8,7 +8,8 @@ ones (qwen3_moe). Every contestant is a process of its own; all of a group load,
 to warm up; then they take turns, one generation each, every other round backwards, so drift of a shared machine falls
 on all alike. Groups follow one another, because not everybody fits the memory at once; moelight is in each. Figures are
 medians over rounds; ratios are taken within a round, so each is of one group. A model may be a GGUF file, which
-llama.cpp reads too: --models MODEL-Q8_0.gguf --groups llamacpp,moelight-int8 (the same with activations in int8).
+llama.cpp reads too, with experts or dense: --models MODEL-Q8_0.gguf --groups llamacpp,moelight-int8 (the same with
+activations in int8). The published dense files are those that `python -m tests.real` fetches into build/real.
 
 Printed beside them: the roofs measured in the same run, the share of them reached, the interpreter's own share of a
 pass, and how many prompts have moelight's first token (and all tokens): bfloat16 sums of another order differ at ties.
@@ -124,11 +125,11 @@ def bound_s(work: Work, batch: int, roof: dict[str, float], alive: int | None = 
     from moelight.core.dtypes import dtype_named
     from moelight.hrm import costs
     from moelight.hrm.estimate import flops_per_token
-    from moelight.models.graph.profile import profile_of_directory
+    from moelight.models.profiles import profile_of_checkpoint
     from moelight.profiles.model_files import load_model_profile
 
     alive = alive or batch
-    model = load_model_profile(str(work.model), profile_of_directory)
+    model = load_model_profile(str(work.model), profile_of_checkpoint)
     dtype = dtype_named(model.dtype)
     flops = flops_per_token(model)
     touched = 1 - (1 - model.router.top_k / model.experts.num_experts) ** alive

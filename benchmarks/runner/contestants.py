@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from moelight.models.graph.profile import profile_of_directory
+from moelight.models.profiles import profile_of_checkpoint
 from moelight.profiles.model_files import load_model_profile
 from runner.run import in_rounds
 from runner.threads import unbind
@@ -259,7 +259,7 @@ def random_work(
     model: Path, lengths: Sequence[int], new_tokens: Sequence[int], batches: Sequence[int], threads: int
 ) -> Work:
     """Prompts of random ids, so long each, the same every time."""
-    vocab = load_model_profile(str(model), profile_of_directory).vocab_size
+    vocab = load_model_profile(str(model), profile_of_checkpoint).vocab_size
     draw = np.random.default_rng(0)
     prompts = [draw.integers(3, vocab, length).tolist() for length in lengths]
     return Work(model=model, prompts=prompts, new_tokens=list(new_tokens), batches=list(batches), threads=threads)
