@@ -200,7 +200,7 @@ def _derived(tensors: Mapping[str, TensorInfo], module: str, how: DerivedScales)
         factor=how.factor,
         table=_sized(tensors, module, how.table, "F32", _TABLE) if how.table else None,
         scales=_sized(tensors, module, how.scales, "F32", -(-count // how.block)) if how.table else None,
-        block=how.block,
+        block=min(how.block, count),
         offset=how.offset,
         repeats=how.repeats,
     )

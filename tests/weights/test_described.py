@@ -107,6 +107,16 @@ def test_what_a_matrix_does_not_say_is_refused_by_tensor(
     assert str(tmp_path) in str(caught.value) and str(caught.value).isprintable()
 
 
+def test_a_block_of_scales_may_be_larger_than_the_matrix(tmp_path: Path) -> None:
+    tensors = load_file(WRITTEN)
+    tensors["nf4.weight.nested_absmax"] = tensors["nf4.weight.nested_absmax"][:1].clone()
+    says(nested_blocksize=1 << 70)(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    matrix = opened(tmp_path).tensors["nf4.weight"].stored()
+    values = dequantised(matrix, torch.empty(matrix.shape))
+    assert torch.equal(values[-6:-2].signbit(), tensors["nf4.values"][:4].signbit()) and values.isfinite().all()
+
+
 def test_codes_may_be_stored_as_wider_words(tmp_path: Path) -> None:
     """``bnb_4bit_quant_storage`` bfloat16, as for training in shards."""
     tensors = load_file(WRITTEN)
