@@ -13,13 +13,16 @@ from kernel_cases.experts import Layer
 from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
 from moelight.formats.awq import awq
-from moelight.formats.format import Format
+from moelight.formats.bitsandbytes import bitsandbytes
+from moelight.formats.format import Format, TensorSpec
 from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import ggml_format
 from moelight.formats.gptq import gptq
 from moelight.formats.int8 import Int8Format
 from moelight.formats.matrix import Matrix
+from moelight.formats.mlx import mlx
 from moelight.formats.mxfp4 import mxfp4
+from moelight.formats.nvfp4 import nvfp4
 from moelight.formats.packed import PackedFormat
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.quantized import dense_values, expert_ffn
@@ -56,6 +59,9 @@ FORMATS = (
     (fp8(block=(128, 128), scale="F32"), 1.5, 0.0),
     (gptq(bits=4, group=128, order=False), 0.0, 0.0),
     (awq(group=128), 0.0, 0.0),
+    (nvfp4(divides=True), 0.0, 0.0),
+    (mlx(bits=4, group=64), 0.0, 0.0),
+    (bitsandbytes("nf4"), 0.0, 0.0),
     (ggml_format("Q4_0"), 0.0, 0.0),
     (ggml_format("Q4_K"), 3.0, 0.95),
     (ggml_format("Q5_K"), 0.0, 0.0),
@@ -93,6 +99,10 @@ _HALVES = {
     "TQ2_0": (64,),
     "TQ1_0": (52,),
 }
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Scales, and numbers beside them, that make numbers of about 0.02; of the other formats scales of 0.002.
+_SCALES = {"bitsandbytes": 0.02}
+_BESIDE = {"nvfp4": 51200.0, "mlx": -0.015}
 FEW_SHARE = 0.8  # of its own read roof, with few rows
 
 
@@ -162,17 +172,27 @@ def _ours(stored: Format, layer: Layer, setting: Setting, activations: str, *, t
     return timed
 
 
+def _constant(stored: Format, suffix: str, part: TensorSpec) -> Tensor | None:
+    """The number that all scales are, or all those that go with them; None for other tensors."""
+    if stored.key == "ggml" or suffix == stored.names[0]:
+        return None
+    number = _SCALES.get(stored.key, 0.002) if suffix == stored.names[1] else _BESIDE.get(stored.key)
+    if part.dtypes[0] in _FLOATS:
+        return None if number is None else torch.tensor(number, dtype=_FLOATS[part.dtypes[0]])
+    exponent = torch.tensor(120, dtype=torch.uint8)  # 2^-7, in E4M3 256
+    if suffix != stored.names[1]:
+        return None
+    return exponent.view(torch.float8_e4m3fn) if part.dtypes[0] == "F8_E4M3" else exponent
+
+
 def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[Matrix[Tensor]]:
     """Of random codes, and of scales that make numbers of about 0.02."""
     parts = {part.suffix: part for part in stored.tensors(rows, columns) if part.suffix in stored.names}
     result: dict[str, Tensor] = {}
     for suffix, part in parts.items():
         nbytes = count * part.nbytes
-        if stored.key != "ggml" and suffix == stored.names[1]:
-            dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-            exponents = torch.full((count, *part.shape), 120, dtype=torch.uint8)
-            dtype = dtypes.get(part.dtypes[0])
-            result[suffix] = exponents if dtype is None else torch.full((count, *part.shape), 0.002, dtype=dtype)
+        if (value := _constant(stored, suffix, part)) is not None:
+            result[suffix] = value.expand(count, *part.shape).contiguous()
             continue
         codes = random_huge((nbytes,), torch.uint8)
         if stored.key == "ggml":
@@ -183,7 +203,7 @@ def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[Matri
                 blocks[:, 49::2] = (blocks[:, 49::2] & 15) | torch.tensor([0, 128, 0, 16], dtype=torch.uint8)
         elif part.dtypes[0] == "F8_E4M3":
             codes &= 0xB7  # no number above 2^-1 or so, and no NaN
-        result[suffix] = codes.view(count, *part.shape) if part.dtypes[0] != "I32" else codes.view(torch.int32)
+        result[suffix] = codes.view(torch.int32) if part.dtypes[0] in ("I32", "U32") else codes
         result[suffix] = result[suffix].view(count, *part.shape)
         views = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
         if part.dtypes[0] in views:

@@ -21,7 +21,6 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Page
 from moelight.engine.engine import Engine
-from moelight.formats.rules import TORCHAO_NAMES
 from moelight.kernels import native
 from moelight.kernels.gpu import serving
 from moelight.models.checkpoints import open_model
@@ -32,7 +31,7 @@ from moelight.weights.load import PageReader
 from tests.cases import exhaustive, thorough
 from tests.engine.graphs import HOW, ORDERS_BY_NAME, SIZES, STREAMED, few_tokens, prompts, tokens
 from tests.engines import Tiny
-from tests.weights.quantised import BY_ROWS, METHODS, Method, pack_mlx, quantise, quantise_stacks
+from tests.weights.quantised import BY_ROWS, METHODS, TORCHAO, Method, pack_mlx, quantise, quantise_stacks
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 RESIDENT = Shares(host=1.0)
@@ -207,17 +206,7 @@ def test_dense_matrices_alone_may_be_quantised(mixtral: Path, tmp_path: Path) ->
 
 
 def test_a_directory_of_torchao(mixtral: Path, tmp_path: Path) -> None:
-    """As transformers 5 writes it: attention in int8, experts and routers plain."""
-
-    def pack(weight: Tensor) -> dict[str, Tensor]:
-        scales = weight.float().abs().amax(1, keepdim=True) / 127.5
-        codes = (weight.float() / scales).round().clamp(-128, 127).to(torch.int8)
-        zeros = torch.zeros(scales.shape, dtype=torch.int8)
-        return dict(zip(TORCHAO_NAMES, (codes, scales, zeros), strict=True))
-
-    config = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}
-    method = Method({"quant_method": "torchao", "quant_type": {"default": config}}, pack)
-    quantised, values = quantise(mixtral, tmp_path, method)
+    quantised, values = quantise(mixtral, tmp_path, TORCHAO)
     assert "model.layers.0.self_attn.q_proj._weight_qdata" in load_file(quantised / "model.safetensors")
     assert tokens(quantised, weights=STREAMED) == tokens(values, weights=STREAMED)
 

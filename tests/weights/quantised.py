@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moelight.formats.bitsandbytes import CODE_VALUES
+from moelight.formats.rules import TORCHAO_NAMES
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
 from tests.weights.packers import pack_awq, pack_gptq, pack_rows, unpacked
@@ -182,6 +183,21 @@ def _llm_int8(weight: Tensor) -> dict[str, Tensor]:
 def _llm_int8_values(parts: dict[str, Tensor]) -> Tensor:
     return parts[".weight"].float() * (parts[".SCB"] * torch.tensor(1 / 127))[:, None]
 
+
+def _torchao(weight: Tensor) -> dict[str, Tensor]:
+    scales = weight.float().abs().amax(1, keepdim=True) / 127.5
+    codes = (weight.float() / scales).round().clamp(-128, 127).to(torch.int8)
+    return dict(zip(TORCHAO_NAMES, (codes, scales, torch.zeros(scales.shape, dtype=torch.int8)), strict=True))
+
+
+# As transformers 5 writes it: attention in int8, experts and routers plain.
+TORCHAO = Method(
+    {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
+    },
+    _torchao,
+)
 
 _NVFP4_ARGUMENTS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 NVFP4 = QuantizationScheme(

@@ -33,7 +33,7 @@ from moelight.weights.tensor_map import OpenCheckpoint
 from moelight.weights.torch_dtypes import from_torch
 from tests.tiny import save_tiny
 from tests.weights.gguf_files import write_gguf
-from tests.weights.quantised import METHODS, quantise
+from tests.weights.quantised import METHODS, TORCHAO, quantise
 
 DTYPE = torch.bfloat16
 ROWS = 3
@@ -97,7 +97,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     plain = save_tiny(
         directory / "plain", "mixtral", num_hidden_layers=1, hidden_size=64, intermediate_size=96, **sizes
     )
-    for method, how in METHODS.items():
+    for method, how in {**METHODS, "torchao int8": TORCHAO}.items():
         paths[method] = quantise(plain, directory / method, how)[0]
     return paths
 
