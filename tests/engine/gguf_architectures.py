@@ -18,8 +18,9 @@ import math
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -316,10 +317,14 @@ def convert(source: Path, directory: Path, path: Path) -> str:
 
 
 def compared(
-    converter: ProcessPoolExecutor, source: Path, name: str, library: Path | None = None
+    converter: ProcessPoolExecutor,
+    source: Path,
+    name: str,
+    library: Path | None = None,
+    kinds: Sequence[str] = tuple(gguf_quantized.KINDS),
 ) -> tuple[ArchitectureTest, dict[str, Any]]:
     """The test of architecture ``name``, and the header that the converter, in its own process, wrote. With a
-    ``library`` of llama.cpp its quantiser's files are compared, too."""
+    ``library`` of llama.cpp its quantiser's files of ``kinds`` are compared, too."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     family = FAMILIES[name][0]
@@ -337,14 +342,14 @@ def compared(
         except MoelightError as error:
             reason = str(error).replace(scratch, "")
             return ArchitectureTest(name=name, model_type=family, reason=reason), header
-        kinds = {} if library is None else quantised(converter, source, library, name, directory)
+        files = {} if library is None else quantised(converter, source, library, name, directory, kinds)
     return ArchitectureTest(
-        name=name, model_type=family, equal=_equal(answers, wanted), tokens=sum(map(len, wanted)), kinds=kinds
+        name=name, model_type=family, equal=_equal(answers, wanted), tokens=sum(map(len, wanted)), kinds=files
     ), header
 
 
 def quantised(
-    converter: ProcessPoolExecutor, source: Path, library: Path, name: str, directory: Path
+    converter: ProcessPoolExecutor, source: Path, library: Path, name: str, directory: Path, kinds: Sequence[str]
 ) -> dict[str, str]:
     """By kind of file, how many greedy tokens from files of llama.cpp's quantiser are those of their values."""
     results = {}
@@ -354,7 +359,7 @@ def quantised(
     save_tokenizer(directory, config.get_text_config().vocab_size - _SPARE.get(FAMILIES[name][0], 0))
     publish(name, directory)
     converter.submit(convert, source, directory, wide).result()
-    for kind in gguf_quantized.KINDS:
+    for kind in kinds:
         if reason := converter.submit(gguf_quantized.quantize, library, wide, stored, kind).result():
             results[kind] = f"not written: {reason}"
             continue
@@ -400,6 +405,7 @@ def main(report: Callable[[str], None] = print) -> int:
     parser.add_argument("--source", type=Path, required=True, help="unpacked source of llama-cpp-python")
     parser.add_argument("--library", type=Path, help="libllama.so, whose quantiser is asked for files, too")
     parser.add_argument("--names", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--kinds", nargs="*", default=list(gguf_quantized.KINDS), choices=list(gguf_quantized.KINDS))
     parser.add_argument("--update", action="store_true", help="write the table, its data and the headers")
     arguments = parser.parse_args()
     headers = json.loads(HEADERS.read_text()) if HEADERS.exists() else {}
@@ -408,8 +414,9 @@ def main(report: Callable[[str], None] = print) -> int:
     # The converter brings a gguf-py of its own, so it has its own process.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as converter:
         for name in arguments.names:
-            test, headers[name] = compared(converter, arguments.source, name, arguments.library)
-            tests[name] = test
+            test, headers[name] = compared(converter, arguments.source, name, arguments.library, arguments.kinds)
+            before = tests[name].kinds if name in tests else {}
+            tests[name] = replace(test, kinds={**before, **test.kinds} if test.tokens else {})
             results.append(test)
             kinds = ", ".join(f"{kind} {result}" for kind, result in test.kinds.items())
             report(f"{name}: {test.equal} of {test.tokens} {test.reason}{kinds}".rstrip())

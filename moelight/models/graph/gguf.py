@@ -48,7 +48,7 @@ def config_values_of(file: GGUFFile, name: str, row: GraphArchitecture) -> dict[
     default = config_of({"model_type": family_of(file, name, row)}, where=str(file.path))
     fields, spelled = default.to_dict().keys(), type(default).attribute_map
     values = graph_values(file, name, row, (fields | spelled.keys()).__contains__)
-    if not _rotates_a_share(default.to_dict().get("rope_parameters") or {}):
+    if "rope_parameters" in values and not _rotates_a_share(default.to_dict().get("rope_parameters") or {}):
         values["rope_parameters"] = _rotary_without(values["rope_parameters"])
     return {spelled.get(key, key): value for key, value in values.items()}
 

@@ -447,8 +447,11 @@ def on_meta(config: PretrainedConfig) -> Any:
     try:
         with torch.device("meta"):
             module = kind.from_config(config, trust_remote_code=False)
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ConfigError(f"{config.model_type}: transformers cannot build the model of this config: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{config.model_type}: transformers cannot build the model of this config: {message}"
+        ) from None
     _leave_out_encoders(module)
     fill_buffers(module)
     for part in module.modules():

@@ -1,0 +1,73 @@
+"""Metadata of GGUF files that lie: each value of each key that an architecture reads is one clear line or a model.
+
+Headers are those that llama.cpp's converter wrote (`gguf_architectures`); no numbers are read.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelight.core.errors import CheckpointError, ConfigError, MoelightError
+from moelight.models.graph.gguf import config_values_of, graph_checkpoint
+from moelight.models.graph.model import GraphModel, config_of, on_meta
+from moelight.models.graph.profile import profile_of
+from moelight.models.graph.weights import weights_in
+from moelight.profiles.gguf import GGMLTensor, GGUFFile
+from moelight.profiles.gguf_families import GRAPH_ARCHITECTURES
+from tests.engine.test_gguf_architectures import HEADERS
+from tests.engine import gguf_architectures as architectures
+
+LIES: tuple[Any, ...] = (0, 1, -1, 3, 7, 255, 2**31 - 1, 2**32 - 1, 2**63, 0.0, -1.0, 1e-30, 1e30, math.nan, math.inf)
+LIES += ("", "yarn", "\x1b[31m", True, False, [], [0], [True, False], [1] * 64, ["a"], [math.nan] * 4)
+# Without tensors whose numbers are part of the config, and by a graph.
+NAMES = sorted(
+    name
+    for name, header in HEADERS.items()
+    if architectures.architecture(name) in GRAPH_ARCHITECTURES
+    and not any(tensor.startswith("rope_f") for tensor in header["tensors"])
+    and name != "llama (experts)"
+)
+
+
+def opened(name: str, changes: dict[str, Any]) -> None:
+    """Read a file of the entry ``name`` whose keys have the values ``changes``; raises what its reader raises."""
+    header, architecture = HEADERS[name], architectures.architecture(name)
+    path, offset, tensors = Path("lies.gguf"), 0, dict[str, GGMLTensor]()
+    for tensor, shape in header["tensors"].items():
+        nbytes = 4 * math.prod(shape)
+        tensors[tensor] = GGMLTensor(
+            name=tensor, file=path, type="F32", shape=tuple(shape), offset=offset, nbytes=nbytes
+        )
+        offset += nbytes
+    keys = {**header["keys"], "vocab_size": 320, **changes}
+    metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
+    file, row = GGUFFile(path=path, metadata=metadata, tensors=tensors), GRAPH_ARCHITECTURES[architecture]
+    model = GraphModel(on_meta(config_of(config_values_of(file, architecture, row), where=str(path))))
+    profile_of(model, name="lies", where=str(path))
+    weights_in(graph_checkpoint(file, architecture, row, model), model)
+
+
+def attempt(draw: random.Random) -> str:
+    """One lie; empty, or how it is no clear line."""
+    name = draw.choice(NAMES)
+    keys = HEADERS[name]["keys"]
+    changes = {draw.choice(sorted(keys)): draw.choice(LIES) for _ in range(draw.choice((1, 1, 2)))}
+    try:
+        opened(name, changes)
+    except (CheckpointError, ConfigError) as error:
+        if "\n" in str(error) or len(str(error)) > 2000 or "\x1b" in str(error):
+            return f"{name} {changes}: {error}"
+    except MoelightError as error:
+        return f"{name} {changes}: {type(error).__name__} {error}"
+    return ""
+
+
+@pytest.mark.parametrize("count", [pytest.param(12, id="usual"), pytest.param(500, marks=pytest.mark.thorough)])
+def test_a_lie_is_one_line_or_a_model(count: int) -> None:
+    draw = random.Random(count)
+    assert not [complaint for complaint in (attempt(draw) for _ in range(count)) if complaint]
