@@ -145,6 +145,7 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
         ConfigError: a key is missing, or means something that is not read.
     """
     keys = Metadata(file, name)
+    _check_layers(keys)
     differ = "attention.head_count" in row.keys
     heads = max(_per_layer(keys, "attention.head_count")) if differ else keys.integer("attention.head_count", least=1)
     hidden = keys.integer("embedding_length", least=1)
@@ -176,6 +177,16 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
         fields = {"head_dim": head_dim, **fields}  # read by families whose configs do not list it
     values = {key: value for key, value in values.items() if has(key)} | fields
     return {"model_type": model_type, "dtype": DTYPE} | values
+
+
+def _check_layers(keys: Metadata) -> None:
+    """Raise ConfigError if the file has no tensor of a layer that the metadata count."""
+    stored = {tensor.split(".", 2)[1] for tensor in keys.file.tensors if tensor.startswith("blk.")}
+    if layers_of(keys) > len(stored):
+        raise keys.error(
+            f"{keys.name}.block_count counts {layers_of(keys)} layers, and the file has tensors of {len(stored)}; "
+            "fetch the whole file"
+        )
 
 
 def rotary_of(keys: Metadata, head_dim: int) -> dict[str, Any]:

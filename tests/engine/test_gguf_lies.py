@@ -19,8 +19,8 @@ from moelight.models.graph.profile import profile_of
 from moelight.models.graph.weights import weights_in
 from moelight.profiles.gguf import GGMLTensor, GGUFFile
 from moelight.profiles.gguf_families import GRAPH_ARCHITECTURES
-from tests.engine.test_gguf_architectures import HEADERS
 from tests.engine import gguf_architectures as architectures
+from tests.engine.test_gguf_architectures import HEADERS
 
 LIES: tuple[Any, ...] = (0, 1, -1, 3, 7, 255, 2**31 - 1, 2**32 - 1, 2**63, 0.0, -1.0, 1e-30, 1e30, math.nan, math.inf)
 LIES += ("", "yarn", "\x1b[31m", True, False, [], [0], [True, False], [1] * 64, ["a"], [math.nan] * 4)
