@@ -54,7 +54,7 @@ def mixtral(tiny: Tiny) -> Path:
     return tiny("mixtral", intermediate_size=96, **SHAPE)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thorough(METHODS, but=METHODS.keys() - {"fp4"}))  # which differs from NF4 in its table
 def test_tokens_are_those_of_the_numbers(name: str, mixtral: Path, tmp_path: Path) -> None:
     quantised, values = quantise(mixtral, tmp_path, METHODS[name])
     opened, wanted = open_model(str(quantised)), tokens(values, weights=RESIDENT)
