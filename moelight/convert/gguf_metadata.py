@@ -90,11 +90,13 @@ class WrittenFamily:
         architecture: ``general.architecture``.
         keys: of `FIELDS`, beside those that all architectures have.
         more: values of further keys, or of keys that the config states otherwise.
+        read_as: the model_type that such files are read as, if it is another family's that computes the same.
     """
 
     architecture: str
     keys: tuple[str, ...] = ()
     more: Callable[[Any], dict[str, Any]] = _nothing
+    read_as: str = ""
 
     @property
     def native(self) -> Architecture | None:
@@ -179,6 +181,7 @@ WRITTEN: Mapping[str, WrittenFamily] = MappingProxyType(
         ),
         "qwen3": WrittenFamily(architecture="qwen3"),
         "qwen3_moe": WrittenFamily(architecture="qwen3moe", keys=(*_EXPERTS, "expert_feed_forward_length")),
+        "mistral": WrittenFamily(architecture="llama", read_as="llama"),
         "seed_oss": WrittenFamily(architecture="seed_oss"),
         "smollm3": WrittenFamily(architecture="smollm3"),
     }
@@ -261,7 +264,9 @@ def check_read_back(
     else:
         values = config_values_of(file, name, family.row)
     read, stated = config_of(values, where=where).to_dict(), config.to_dict()
-    for key in sorted((stated.keys() | read.keys()) - _NOT_COMPARED - _without_effect(stated)):
+    stated["model_type"] = family.read_as or stated["model_type"]
+    fields = type(config)().to_dict().keys() | {"head_dim"}  # others are read by nothing
+    for key in sorted(fields - _NOT_COMPARED - _without_effect(stated)):
         first, second = (_value(values, key) for values in (stated, read))
         if not _same(first, second):
             raise ConfigError(
@@ -274,7 +279,7 @@ def _without_effect(values: Mapping[str, Any]) -> set[str]:
     """Fields that say nothing in a config with these ``values``, or that tensors state."""
     fields = set()
     if "layer_types" in values and SLIDING not in (values["layer_types"] or ()):
-        fields.add("sliding_window")
+        fields |= {"max_window_layers", "sliding_window", "use_sliding_window"}
     if values.get("topk_method") is None:
         fields.add("topk_method")
     rope = values.get("rope_parameters")
@@ -287,8 +292,9 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
     value = values.get(key)
     if key == "head_dim" and value is None:
         return values["hidden_size"] // values["num_attention_heads"]
-    if key == "rope_parameters" and isinstance(value, dict) and value.get("rope_type") == "yarn":
-        return {**_YARN, **{name: entry for name, entry in value.items() if entry is not None}}
+    if key == "rope_parameters" and isinstance(value, dict) and "rope_type" in value:
+        stated = {name: entry for name, entry in value.items() if entry is not None and name != "type"}
+        return {"partial_rotary_factor": 1.0, **(_YARN if value["rope_type"] == "yarn" else {}), **stated}
     return value
 
 

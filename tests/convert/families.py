@@ -14,6 +14,7 @@ from tests.models.graph.measured import config_of, sized
 _FIXED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "glm4_moe": {"head_dim": 24},  # not the share of a head in the embedding, as in GLM-4.5
+    "mistral": {"sliding_window": None},
     "olmoe": {"norm_topk_prob": False},
     "qwen2_moe": {"norm_topk_prob": False},
     "qwen3_moe": {"norm_topk_prob": True},

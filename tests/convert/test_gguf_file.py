@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,11 +16,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from moelight.cli.main import main
 from moelight.convert.gguf_file import GGUFOptions, WrittenGGUF, convert_to_gguf
+from moelight.convert.gguf_metadata import check_read_back, metadata_of, written_family
 from moelight.convert.gguf_types import FILE_TYPES, Mixture
 from moelight.convert.gguf_vocabulary import SAMPLES, vocabulary_of
 from moelight.convert.k_quants import K_TYPES, quantize_k
 from moelight.core.errors import CheckpointError, ConfigError, UserError
 from moelight.engine.tokenizer import Tokenizer as OurTokenizer
+from moelight.models.graph.model import config_of
 from moelight.profiles.gguf import read_gguf
 from tests.cases import thorough
 from tests.convert.families import NAMES, save_family
@@ -194,6 +197,42 @@ def test_what_a_file_cannot_state_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(UserError, match="gpt_neox is not written as GGUF; written are arcee, "):
         written(tmp_path, "F32")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+_QWEN = {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "rope_theta": 1000000.0}
+_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+}
+# What published configs state beside sizes: fields without effect, of older releases, and of other programs.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen2": _QWEN,
+    "qwen2_moe": {**_QWEN, "norm_topk_prob": False, "decoder_sparse_step": 1, "output_router_logits": False},
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "pretraining_tp": 1},
+    "mistral": {"sliding_window": None, "rope_theta": 1000000.0},
+    "deepseek_v2": {
+        "moe_layer_freq": 1,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "rope_scaling": _YARN,
+    },
+    "glm4_moe": {"head_dim": 128, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "use_qk_norm": False},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_as_they_are_published_are_written(name: str) -> None:
+    config = config_of({"model_type": name, "num_hidden_layers": 2, **PUBLISHED[name]}, where="here")
+    family = written_family(config, where="here")
+    check_read_back(config, family, metadata_of(config, family), ["output.weight"], where="here")
 
 
 @pytest.mark.parametrize("prefix", [True, False])
