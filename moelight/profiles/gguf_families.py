@@ -739,7 +739,7 @@ def _hunyuan_moe(keys: Metadata) -> dict[str, Any]:
 
 def _phimoe(keys: Metadata) -> dict[str, Any]:
     scale = keys.number("rope.scaling.attn_factor", 1.0)
-    rope = rotary_of(keys, keys.integer("embedding_length") // keys.integer("attention.head_count", least=1))
+    rope = rotary_of(keys, _head_dim(keys))
     if rope["rope_type"] == "longrope":
         del rope["attention_factor"]
         rope |= {"short_mscale": scale, "long_mscale": scale}
@@ -1026,10 +1026,30 @@ NOT_COMPUTED = frozenset(
 _READ = "from GGUF these architectures are read: " + ", ".join(sorted({*ARCHITECTURES, *GRAPH_ARCHITECTURES}))
 
 
+_NO_SIZES = ("context_length", "sliding_window", "temperature_length")  # ends of keys
+
+
+def _check_sizes(file: GGUFFile, name: str) -> None:
+    """Raise ConfigError for a whole number of the metadata above the numbers of the largest tensor."""
+    largest = max((math.prod(tensor.shape) for tensor in file.tensors.values()), default=0)
+    for key, value in file.metadata.items():
+        if not largest or not key.startswith(f"{name}.") or key.endswith(_NO_SIZES):
+            continue
+        wrong = next((size for size in (value if isinstance(value, list) else [value]) if _above(size, largest)), None)
+        if wrong is not None:
+            raise ConfigError(f"{file.path}: {key} is {wrong}, and no tensor has so many numbers; fetch the file again")
+
+
+def _above(size: Any, largest: int) -> bool:
+    return type(size) is int and size > largest
+
+
 def architecture_of(file: GGUFFile) -> tuple[str, Architecture | GraphArchitecture]:
-    """``general.architecture`` and its row; raises ConfigError for one that is not read."""
+    """``general.architecture`` and its row; raises ConfigError for one that is not read, and for sizes that no tensor
+    has."""
     name = file.metadata.get("general.architecture")
     if isinstance(name, str):
+        _check_sizes(file, name)
         if name in ARCHITECTURES and not (name == "llama" and not file.metadata.get("llama.expert_count")):
             return name, ARCHITECTURES[name]
         if name in GRAPH_ARCHITECTURES:

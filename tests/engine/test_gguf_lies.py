@@ -18,7 +18,7 @@ from moelight.models.graph.model import GraphModel, config_of, on_meta
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.weights import weights_in
 from moelight.profiles.gguf import GGMLTensor, GGUFFile
-from moelight.profiles.gguf_families import GRAPH_ARCHITECTURES
+from moelight.profiles.gguf_families import GRAPH_ARCHITECTURES, GraphArchitecture, architecture_of
 from tests.engine import gguf_architectures as architectures
 from tests.engine.test_gguf_architectures import HEADERS
 
@@ -46,7 +46,9 @@ def opened(name: str, changes: dict[str, Any]) -> None:
         offset += nbytes
     keys = {**header["keys"], "vocab_size": 320, **changes}
     metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
-    file, row = GGUFFile(path=path, metadata=metadata, tensors=tensors), GRAPH_ARCHITECTURES[architecture]
+    file = GGUFFile(path=path, metadata=metadata, tensors=tensors)
+    _, row = architecture_of(file)
+    assert isinstance(row, GraphArchitecture)
     model = GraphModel(on_meta(config_of(config_values_of(file, architecture, row), where=str(path))))
     profile_of(model, name="lies", where=str(path))
     weights_in(graph_checkpoint(file, architecture, row, model), model)

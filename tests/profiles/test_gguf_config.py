@@ -64,7 +64,10 @@ def file(architecture: str, changed: dict[str, Any] | None = None, *tensors: str
     """A file of ``architecture`` with ``tensors``; of ``changed`` keys those that are None are missing."""
     values = {**COMMON, **MORE.get(architecture, {}), **(changed or {})}
     metadata = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
-    made = {name: GGMLTensor(name=name, file=Path("a"), type="F32", shape=(1,), offset=0, nbytes=4) for name in tensors}
+    made = {
+        name: GGMLTensor(name=name, file=Path("a"), type="F32", shape=(1 << 20,), offset=0, nbytes=4 << 20)
+        for name in tensors
+    }
     return GGUFFile(path=Path("model.gguf"), metadata={"general.architecture": architecture, **metadata}, tensors=made)
 
 
