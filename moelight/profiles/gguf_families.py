@@ -518,7 +518,7 @@ def _linear_attention(keys: Metadata) -> dict[str, Any]:
         "linear_num_key_heads": keys.integer("ssm.group_count", least=1),
         "linear_num_value_heads": heads,
         "linear_key_head_dim": keys.integer("ssm.state_size", least=1),
-        "linear_value_head_dim": keys.integer("ssm.inner_size", least=1) // heads,
+        "linear_value_head_dim": keys.integer("ssm.inner_size", least=heads) // heads,
     }
 
 
