@@ -44,7 +44,7 @@ inline void parts_of(const uint8_t* p, Parts& to) {
   std::memcpy(&low, p + 4, 4), std::memcpy(&middle, p + 8, 4), std::memcpy(&high, p + 12, 4);
   const uint32_t scales[2] = {low & 0x3f3f3f3f, (high & 0x0f0f0f0f) | ((low >> 2) & 0x30303030)};
   const uint32_t minima[2] = {middle & 0x3f3f3f3f, ((high >> 4) & 0x0f0f0f0f) | ((middle >> 2) & 0x30303030)};
-  const auto floats = [](const uint32_t(&bytes)[2]) {
+  const auto floats = [](const uint32_t (&bytes)[2]) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes))));
   };
   const __m256 steps = _mm256_mul_ps(_mm256_set1_ps(fast_half_at(p)), floats(scales));
