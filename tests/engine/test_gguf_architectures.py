@@ -34,9 +34,8 @@ HEADERS: dict[str, dict[str, Any]] = json.loads(architectures.HEADERS.read_text(
 # heads in rounds.
 USUAL = ("llama (Llama 3)", "gemma3", "glm4moe", "granitehybrid", "phi3 (128k)", "qwen35moe")
 _TYPES = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
-_LINEAR = {"qwen35", "qwen35moe", "qwen3next"}
-_PLUS_ONE = {"gemma", "gemma2", "gemma3", *_LINEAR}
-_IN_PAIRS = {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "olmo", "smollm3"}
+_PLUS_ONE = {"gemma", "gemma2", "gemma3", "qwen35moe"}
+_IN_PAIRS = {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"}
 
 
 def write_file(name: str, directory: Path, path: Path, rounds: str = "", unpacks: bool = False) -> None:
@@ -142,7 +141,7 @@ def _stored(name: str, key: str, value: torch.Tensor, config: Any) -> torch.Tens
         return halves.swapaxes(1, 2).reshape(value.shape)
     if name in _PLUS_ONE and key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight"):
         return value + 1
-    if name in ("qwen35", "qwen35moe") and ".linear_attn." in key and not key.endswith(".norm.weight"):
+    if name == "qwen35moe" and ".linear_attn." in key and not key.endswith(".norm.weight"):
         value = _in_rounds(key, value, config)
     return -torch.exp(value) if key.endswith("A_log") else value
 
@@ -172,19 +171,6 @@ def _in_rounds(key: str, value: torch.Tensor, config: Any) -> torch.Tensor:
             "exaone4",
             "llama",
             "phi3",
-            "chatglm",
-            "gemma4 (E2B)",
-            "gemma4 (26B-A4B)",
-            "hunyuan-dense",
-            "hunyuan-moe",
-            "minimax-m2",
-            "nemotron",
-            "olmo",
-            "olmo2 (Olmo 3)",
-            "phimoe",
-            "qwen35",
-            "qwen3next",
-            "stablelm",
             *USUAL,
         )
     ],
