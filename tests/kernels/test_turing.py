@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moelight.kernels.activations import SILU, Activation, activation_of
 from moelight.kernels.gpu import grouped, grouped_cuda, serving
+from moelight.kernels.gpu.launches import row_slots
 from moelight.kernels.gpu.pages import ExpertTable
 from tests.kernels.gpu_layers import distance, floats, rows_of
 from tests.kernels.turing import COMPILER, Player, build
@@ -87,7 +88,7 @@ def test_factors_and_results_in_float32(player, dtype, size):
     counts = (40, 26)
     layer = floats(2, size, size, dtype, CPU, bias=True)
     x, offsets = rows_of(counts, size, torch.float16, CPU)
-    slots = grouped._slots(offsets, layer.pages, 66, 32)
+    slots = row_slots(offsets, layer.pages, 66, 32)
     active, out = torch.empty(66, size, dtype=torch.float16), torch.empty(66, size)
     for part, source, into, factor in (("gate_up", x, active, 2**-4), ("down", active, out, 2**4)):
         call = player.call_of(layer.pages, part, source, into, slots, offsets, None, 32, SILU, factor)
@@ -112,7 +113,7 @@ def test_every_stored_number_is_exact(player):
 def product(player: Player, x: Tensor, pages: ExpertTable, offsets: Tensor) -> Tensor:
     """x times the matrices ``down``."""
     out = torch.full((len(x), pages.hidden), torch.nan, dtype=torch.float16)
-    slots = grouped._slots(offsets, pages, len(x), player.rows)
+    slots = row_slots(offsets, pages, len(x), player.rows)
     call = player.call_of(pages, "down", x, out, slots, offsets, None, player.rows, SILU)
     player.launch(*call)
     return out
@@ -159,7 +160,7 @@ def test_nothing_outside_is_touched(player):
         ffn(x, layer.pages, torch.tensor(offsets, dtype=torch.int32), tokens=tokens)
     offsets = torch.tensor([0, 40, 40, 40], dtype=torch.int32)
     out, active = torch.empty(40, 17, dtype=torch.float16), torch.empty(40, 33, dtype=torch.float16)
-    slots = grouped._slots(offsets, layer.pages, 40, 32)
+    slots = row_slots(offsets, layer.pages, 40, 32)
     call = player.call_of(layer.pages, "gate_up", x, active, slots, offsets, None, 32, SILU)
     player.spans[-1].bytes -= 2
     with pytest.raises(RuntimeError, match="a write outside"):
