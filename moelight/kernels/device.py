@@ -1,7 +1,8 @@
 """A compute device in one type: what it can do, and those parts of torch's interface that differ between kinds.
 
-Outside of this module, of `kernels.gpu`, whose programs are CUDA's, and of `paging.arena`, which locks memory by CUDA's
-runtime, nothing asks for the type of a `torch.device`. A twin (`runtime.twin`) computes on the CPU.
+Outside of this module, of `native.on_cpu`, of `kernels.gpu`, whose programs are CUDA's, and of `paging.arena`, which
+locks memory by CUDA's runtime, nothing asks for the type of a `torch.device`. A twin (`runtime.twin`) computes on the
+CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BFLOAT16_SINCE = (8, 0)
 
 
 def on_host(tensor: Tensor) -> bool:
-    """True if ``tensor`` is in host memory: the CPU's kernels compute with it, or Triton's interpreter."""
+    """True if ``tensor`` is in host memory; `native.on_cpu` decides which kernels compute with it."""
     return tensor.device.type == "cpu"
 
 

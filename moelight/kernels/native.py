@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 _COMPILERS = ("c++", "g++", "clang++")  # that CMake looks for
 _AGAIN = "install moelight again (pip install --force-reinstall --no-deps . in its source directory)"
@@ -51,6 +52,12 @@ def extension() -> ModuleType | None:
 def available() -> bool:
     """True if native kernels are used in this process."""
     return extension() is not None
+
+
+def on_cpu(tensor: Any) -> bool:
+    """True if the CPU's kernels compute with ``tensor``, not a device's: the one place that decides so, wherever it
+    lies (tests play a device in host memory)."""
+    return bool(tensor.device.type == "cpu")
 
 
 def reason() -> str:

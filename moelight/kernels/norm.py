@@ -18,7 +18,7 @@ from torch import Tensor
 from moelight.kernels import arguments, native, reference
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, stored
 from moelight.kernels.caching_allocator import RESULTS
-from moelight.kernels.device import Device, on_host
+from moelight.kernels.device import Device
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.routing import by_hand
 
@@ -27,7 +27,7 @@ _HEAD_NUMBERS = 1024  # half as many as a program of `finish_heads` holds
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """`cpu_rms_norm`, on any device; x [T, H]."""
-    if on_host(x):
+    if native.on_cpu(x):
         return cpu_rms_norm(x, weight, eps, add=add, out=out)
     if serving.serves(x.device, x.dtype)[0]:
         return _norm_in_triton(x, weight, arguments.check_number("eps", eps, 0), add, out)
@@ -54,7 +54,7 @@ def rms_norm_mixed(
     out     [T, H] in `dtype`, and may be x
     finite  float32 [1]: is NaN or infinite once a result was; nobody waits for it
     """
-    if not on_host(x) and serving.serves(x.device, dtype)[0]:
+    if not native.on_cpu(x) and serving.serves(x.device, dtype)[0]:
         if out is None:
             out = torch.empty(x.shape, dtype=dtype, device=x.device)
         return _norm_in_triton(x, weight, arguments.check_number("eps", eps, 0), add, out, once=True, finite=finite)
@@ -87,7 +87,7 @@ def finish_heads(
     mixed    norms as by `rms_norm_mixed`; if a query or key of a token is not finite, its values become NaN, to which
              the token itself attends: attention would lose it, because a score of -inf weighs nothing
     """
-    if not on_host(qkv) and serving.serves(qkv.device, qkv.dtype)[0]:
+    if not native.on_cpu(qkv) and serving.serves(qkv.device, qkv.dtype)[0]:
         _finish_in_triton(qkv, cos, sin, queries, keys, clip, norms, eps, mixed=mixed)
         return
     if clip is not None:
@@ -96,11 +96,11 @@ def finish_heads(
     for heads, weight in zip(turned.split((queries, keys), dim=1), norms or (), strict=norms is not None):
         if mixed:
             heads.copy_(_norm_once(heads, weight, eps, qkv.dtype))
-        elif on_host(qkv):
+        elif native.on_cpu(qkv):
             cpu_rms_norm(heads, weight, eps, out=heads)
         else:
             heads.copy_(reference.rms_norm(heads, weight, eps))
-    if on_host(qkv):
+    if native.on_cpu(qkv):
         cpu_rotate(turned, cos, sin, out=turned)
     else:
         turned.copy_(reference.rotate(turned, cos, sin))
@@ -109,7 +109,7 @@ def finish_heads(
 
 
 def _norm_once(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    norm = cpu_rms_norm if on_host(x) else reference.rms_norm
+    norm = cpu_rms_norm if native.on_cpu(x) else reference.rms_norm
     return norm(x.float(), weight.float(), eps).to(dtype)
 
 

@@ -22,7 +22,6 @@ from moelight.hrm.footprint import SLAB_BYTES
 from moelight.kernels import native
 from moelight.kernels.activations import SHRINK
 from moelight.kernels.caching_allocator import RESULTS
-from moelight.kernels.device import on_host
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
 from moelight.kernels.matrices import Stack, floats_of
 from moelight.kernels.stored_weight import StoredWeight, linear_stored, product_of_all, served, stored_product, widened
@@ -44,7 +43,7 @@ def padded_rows(rows: int) -> int:
 def rows_computed(x: Tensor, rows: int | None = None) -> int:
     """Rows of a product of ``rows`` rows (None: all) like x [R, in]: on the grid where torch's CPU kernels serve."""
     rows = x.shape[0] if rows is None else rows
-    return padded_rows(rows) if on_host(x) and not native.available() else rows
+    return padded_rows(rows) if native.on_cpu(x) and not native.available() else rows
 
 
 def parts(first: int, count: int) -> Iterator[tuple[int, int]]:
@@ -66,10 +65,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, StoredWeight):
         return linear_stored(x, weight, bias)
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        if on_host(x) and native.available():
+        if native.on_cpu(x) and native.available():
             return cpu_linear(x.float(), weight, None if bias is None else bias.float())
         return _linear_widened(x, weight, bias, torch.float32)
-    if on_host(x) and native.available():
+    if native.on_cpu(x) and native.available():
         return cpu_linear(x, weight, bias)
     rows, padded = x.shape[0], rows_computed(x)
     if padded != rows:
@@ -173,14 +172,14 @@ def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, space: Workspace, *, 
     are computed in float32; mixed precision does so on the CPU in any case.
     """
     rows, width, mixed = x.shape[0], down.shape[1], space.rows.dtype != x.dtype
-    if on_host(x) and native.available():
+    if native.on_cpu(x) and native.available():
         inputs = x.float() if mixed else x
         return cpu_expert_ffn(inputs, (gate_up,), (down,), torch.tensor((0, rows), dtype=torch.int32))
-    if wide or (mixed and on_host(x)) or _widens(x):
+    if wide or (mixed and native.on_cpu(x)) or _widens(x):
         return _feed_forward_widened(x, gate_up, down, space)
     if mixed:
         return feed_forward_shrunk(x, gate_up, down, space)
-    if on_host(x) and rows in _ROWS_ON_THE_RIGHT:
+    if native.on_cpu(x) and rows in _ROWS_ON_THE_RIGHT:
         upright = space.wide(2 * width, rows, x.dtype)
         torch.mm(gate_up, x.t(), out=upright)
         gate = functional.silu(upright[:width], inplace=True)
@@ -224,7 +223,7 @@ def _feed_forward_widened(x: Tensor, gate_up: Tensor, down: Tensor, space: Works
 
 
 def _widens(x: Tensor) -> bool:
-    if x.shape[0] < _ROWS_TO_WIDEN or not on_host(x) or x.element_size() != 2:
+    if x.shape[0] < _ROWS_TO_WIDEN or not native.on_cpu(x) or x.element_size() != 2:
         return False
     return not (native.has_fast_bfloat16() if x.dtype == torch.bfloat16 else native.has_tiles())
 

@@ -21,7 +21,6 @@ from moelight.formats.matrix import Matrix
 from moelight.hrm.footprint import DEQUANTISED_ROWS
 from moelight.kernels import native
 from moelight.kernels.caching_allocator import RESULTS
-from moelight.kernels.device import on_host
 from moelight.kernels.ffn import cpu_linear
 from moelight.kernels.gpu import stored_linear
 from moelight.kernels.gpu.pages import ExpertTable
@@ -67,7 +66,7 @@ class StoredWeight(Tensor):
     def rows(self, indices: Tensor) -> Tensor:
         """Rows ``indices`` (int64, any shape) -> [..., C]; only they are unpacked."""
         out = torch.empty((indices.numel(), self.sizes[1]), dtype=self.dtype, device=self.device)
-        if len(self.stack) > 1 or not on_host(out):
+        if len(self.stack) > 1 or not native.on_cpu(out):
             out.copy_(self.values()[indices.flatten()])
         else:
             stacked_rows(self.stack, indices.flatten(), out)
@@ -108,14 +107,14 @@ def _unpacked(value: Any) -> Any:
 
 def linear_stored(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> Tensor:
     """x [T, C] of the weight's dtype, contiguous within rows -> x weight^T + bias [T, R]."""
-    if not on_host(x):
+    if not native.on_cpu(x):
         return _product_on_device(x, weight, bias)
     return stored_product(widened(x), weight.stack, bias, activations=weight.activations).to(x.dtype)
 
 
 def product_of_all(x: Tensor, weights: Sequence[StoredWeight]) -> Tensor:
     """`linear_stored` of x [T, C] and all ``weights``, below one another."""
-    if not on_host(x):
+    if not native.on_cpu(x):
         return torch.cat([linear_stored(x, weight) for weight in weights], dim=1)
     stack = tuple(matrix for weight in weights for matrix in weight.stack)
     return stored_product(widened(x), stack, activations=weights[0].activations).to(x.dtype)
@@ -166,9 +165,9 @@ def _by_blocks(x: Tensor, matrix: Matrix[Tensor], bias: Tensor | None, activatio
         sums = integer_product(x, matrix)
         out.copy_(sums if bias is None else sums + bias.float())
         return
-    dtype = torch.float32 if on_host(x) else x.dtype
+    dtype = torch.float32 if native.on_cpu(x) else x.dtype
     inputs = x.to(dtype)
-    max_rows = DEQUANTISED_ROWS if on_host(x) else max(DEQUANTISED_ROWS, _NUMBERS_ON_DEVICE // matrix.columns)
+    max_rows = DEQUANTISED_ROWS if native.on_cpu(x) else max(DEQUANTISED_ROWS, _NUMBERS_ON_DEVICE // matrix.columns)
     for begin, values in row_blocks(matrix, dtype=x.dtype, max_rows=max_rows):
         rows = slice(begin, begin + len(values))
         out[:, rows] = functional.linear(inputs, values.to(dtype), None if bias is None else bias[rows].to(dtype))

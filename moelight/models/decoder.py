@@ -19,7 +19,6 @@ from moelight.core.errors import MoelightError
 from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
-from moelight.kernels.device import on_host
 from moelight.kernels.gpu import serving
 from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer, PagedCache, decode_layers
 from moelight.kernels.matrices import Stack, floats_of
@@ -327,7 +326,7 @@ class NativeDecoder:
         repacked copies."""
         x = self._norm(hidden, self.weights.final_norm, enters=self.model.num_layers)
         head = floats_of(self.weights.head)
-        if head is None or native.available() or not on_host(x):
+        if head is None or native.available() or not native.on_cpu(x):
             return self._linear(x, self.weights.head).float()
         rows = max(1, HEAD_CHUNK_BYTES // (head.shape[1] * head.element_size()))
         out = torch.empty((x.shape[0], head.shape[0]), dtype=torch.float32, device=x.device)
@@ -346,7 +345,7 @@ class NativeDecoder:
             return None
         weights: dict[str, Any] = {"qkv": qkv, "o": o} | {name: getattr(layer_weights, name) for name in names}
         tensors = [weight for weight in weights.values() if weight is not None]
-        plain = all(on_host(tensor) and tensor.dtype == self.dtype for tensor in tensors)
+        plain = all(native.on_cpu(tensor) and tensor.dtype == self.dtype for tensor in tensors)
         if not plain or not native.available() or serving.serves(self.space.rows.device, self.dtype)[0]:
             return None
         return DecoderLayer(

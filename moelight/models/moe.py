@@ -17,7 +17,7 @@ from moelight.formats.matrix import Matrix
 from moelight.hrm.costs import EXPERT_ROWS
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
-from moelight.kernels.device import Device, on_host
+from moelight.kernels.device import Device
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
@@ -47,7 +47,7 @@ class Routed:
 def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> weights float32 [T, k] and ids int32 [T, k] of the k most likely experts, in ascending order of
     ids; the lowest id wins a tie."""
-    if on_host(logits):
+    if native.on_cpu(logits):
         return cpu_route(logits, spec.top_k, normalize=spec.normalize, round_weights=spec.weights_in_model_dtype)
     if serving.serves(logits.device, logits.dtype)[0]:
         rounds = spec.weights_in_model_dtype
@@ -97,7 +97,7 @@ def _stored_as(weight: Weight | None) -> object:
 
 def _natively(x: Tensor, function: ExpertFunction) -> bool:
     """True if the native kernels compute ``function``."""
-    return on_host(x) and native.available() and function.activation is not None
+    return native.on_cpu(x) and native.available() and function.activation is not None
 
 
 def moe_forward(
@@ -279,7 +279,7 @@ def add_experts(
             continue
         for part in routed_rows.split(min(most_rows, EXPERT_ROWS)):
             # torch keeps a kernel, and memory for it, of each number of rows
-            padded = padded_rows(part.numel()) if on_host(routed.x) else part.numel()
+            padded = padded_rows(part.numel()) if native.on_cpu(routed.x) else part.numel()
             tokens, rows = part // top_k, space.inputs[:padded]
             torch.index_select(routed.x, 0, tokens, out=rows[: part.numel()])
             out = in_torch(expert, experts.function, rows, space, wide=wide)

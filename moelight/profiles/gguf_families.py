@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from moelight.core.errors import CheckpointError, ConfigError, quoted
+from moelight.core.errors import CheckpointError, ConfigError, did_you_mean, quoted
 from moelight.core.small_files import open_regular, read_error_text
 from moelight.profiles.gguf import GGMLTensor, GGUFFile
 from moelight.profiles.gguf_config import ARCHITECTURES, DTYPE, Architecture, Metadata, layers_of, rotary
@@ -1023,8 +1023,6 @@ NOT_COMPUTED = frozenset(
         "xverse",
     }
 )
-_READ = "from GGUF these architectures are read: " + ", ".join(sorted({*ARCHITECTURES, *GRAPH_ARCHITECTURES}))
-
 
 _NO_SIZES = ("context_length", "sliding_window", "temperature_length")  # ends of keys
 
@@ -1054,10 +1052,12 @@ def architecture_of(file: GGUFFile) -> tuple[str, Architecture | GraphArchitectu
             return name, ARCHITECTURES[name]
         if name in GRAPH_ARCHITECTURES:
             return name, GRAPH_ARCHITECTURES[name]
-    family = FROM_SAFETENSORS.get(name) if isinstance(name, str) else None
-    runs = "`moelight models` lists the families that run from safetensors"
+    known = {*ARCHITECTURES, *GRAPH_ARCHITECTURES}
+    reason = "`moelight models` lists the architectures that are, and the families that run from safetensors"
     if name in NOT_COMPUTED:
-        runs = "transformers has no code for these models"
-    if family is not None:
-        runs = f"the family runs from safetensors (model_type {family})"
-    raise ConfigError(f"{file.path}: general.architecture {quoted(name)} is not read; {runs}; {_READ}")
+        reason = "transformers has no code for these models"
+    elif isinstance(name, str) and (family := FROM_SAFETENSORS.get(name)) is not None:
+        reason = f"the family runs from safetensors (model_type {family})"
+    elif isinstance(name, str):
+        reason = f"{reason}{did_you_mean(name, known)}"
+    raise ConfigError(f"{file.path}: general.architecture {quoted(name)} is not read; {reason}")

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar
 from moelight.core.errors import ConfigError
 from moelight.core.paths import cache_directory
 from moelight.kernels import native, variants
-from moelight.kernels.device import Device
 from moelight.profiles.hardware import WORK, HardwareProfile, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime.measure import available_bytes, processor_name
@@ -194,6 +193,7 @@ def accelerator_name(device: str) -> str | None:
     if device == "cpu" or (device == "auto" and not may_have_accelerator()):
         return None
 
+    from moelight.kernels.device import Device
     from moelight.runtime.machine import find_machine
 
     machine = find_machine(device)

@@ -232,7 +232,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def test_configs_as_they_are_published_are_written(name: str) -> None:
     config = config_of({"model_type": name, "num_hidden_layers": 2, **PUBLISHED[name]}, where="here")
     family = written_family(config, where="here")
-    check_read_back(config, family, metadata_of(config, family), ["output.weight"], where="here")
+    tensors = ["output.weight", "blk.0.attn_output.weight", "blk.1.attn_output.weight"]
+    check_read_back(config, family, metadata_of(config, family), tensors, where="here")
 
 
 @pytest.mark.parametrize("prefix", [True, False])

@@ -112,7 +112,7 @@ def test_refusals(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     card = torch.device("cuda", 0)
     monkeypatch.setattr(serving, "serves", lambda device, dtype: (True, "triton"))
     for capability, refused in (((7, 5), True), ((8, 0), False)):
-        monkeypatch.setattr(serving, "capability", lambda index, capability=capability: capability)
+        monkeypatch.setattr(serving, "compute_capability", lambda index, capability=capability: capability)
         with pytest.raises(ConfigError, match=r"not served on cuda:0: .*7\.5") if refused else nullcontext():
             resolve(on_gpu, four, discrete=True, device=card)
     monkeypatch.setattr(native, "available", lambda: False)

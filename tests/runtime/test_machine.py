@@ -10,6 +10,7 @@ import torch
 
 from moelight.core.errors import ConfigError
 from moelight.core.schedule import Lane
+from moelight.kernels import device as device_module
 from moelight.runtime.lanes import (
     InlineLane,
     StreamLane,
@@ -56,7 +57,7 @@ def test_what_a_machine_is_not_is_refused_by_name() -> None:
 def test_one_card_of_several_is_chosen_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device.index else (8, 0))
+    monkeypatch.setattr(device_module, "compute_capability", lambda index: (7, 5) if index else (8, 0))
     assert find_machine("cuda").device == find_machine("cuda:0").device == torch.device("cuda", 0)
     second = find_machine("cuda:1")
     assert second.device == torch.device("cuda", 1)

@@ -246,7 +246,7 @@ def test_a_tensor_that_is_missing_or_left_over_is_named(small: bytes, tmp_path: 
         open_gguf(path)
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     writer = gguf.GGUFWriter(path, "mamba")
     writer.add_tensor("x", torch.zeros(4).numpy())
@@ -254,5 +254,5 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"'mamba' is not read; .* are read: .*, llama, .*, qwen3moe, "):
+    with pytest.raises(ConfigError, match=r"'mamba' is not read; `moelight models` lists the architectures that are"):
         open_gguf(path)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moelight.core.errors import ScheduleError
+from moelight.kernels import native
 from moelight.kernels.activations import Activation
-from moelight.kernels.device import on_host
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Rows, Watch
 from moelight.models.expert import ExpertFunction, LayerExperts
@@ -218,7 +218,7 @@ class GraphDecoder:
 def _zeroed(hidden: Tensor) -> Tensor:
     """``hidden`` [T, H], zeros from now on. On a CPU by one thread: torch shares a fill among its own threads, which
     compete with those of the kernels and take longer to wake than to fill."""
-    if not on_host(hidden) or not hidden.is_contiguous():
+    if not native.on_cpu(hidden) or not hidden.is_contiguous():
         return hidden.zero_()
     hidden.view(torch.uint8).numpy().fill(0)
     return hidden

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from moelight.kernels import native
 from moelight.kernels.arguments import FLOATS
 from moelight.kernels.delta import MOST_TAPS, cpu_causal_conv, cpu_delta_rule
-from moelight.kernels.device import on_host
 from moelight.kernels.reference import causal_conv as plain_conv
 from moelight.kernels.reference import delta_rule as plain_rule
 from moelight.models.graph.forwards import cache_argument, calling, undecorated
@@ -49,7 +48,7 @@ class DeltaModule:
     @staticmethod
     def serves(hidden: Tensor) -> bool:
         """Whether the kernels compute with ``hidden``."""
-        return on_host(hidden) and native.available() and hidden.dtype in FLOATS
+        return native.on_cpu(hidden) and native.available() and hidden.dtype in FLOATS
 
     def __call__(self, sequences: Sequence[tuple[Keeps, int]], hidden: Tensor) -> Any:
         """hidden [1, T, H], consecutive rows of ``sequences`` -> [1, T, H]."""

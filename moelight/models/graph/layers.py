@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from moelight.kernels import native
 from moelight.kernels.arguments import FLOATS
-from moelight.kernels.device import on_host
 from moelight.kernels.norm import cpu_rms_norm, finish_heads
 from moelight.kernels.products import Joined, linear, linear_of_all
 from moelight.kernels.reference import rms_norm as plain_norm
@@ -151,9 +150,9 @@ class _UsualLayer:
         cached = any(others.get(name) is not None for name in CACHES)
         if not isinstance(position_embeddings, tuple) or attention_mask is not None or cached:
             return None
-        if not on_host(hidden) or not native.available() or hidden.dtype not in FLOATS or len(hidden) != 1:
+        if not native.on_cpu(hidden) or not native.available() or hidden.dtype not in FLOATS or len(hidden) != 1:
             return None
-        if any(norm.dtype != hidden.dtype or not on_host(norm) for norm in norms):
+        if any(norm.dtype != hidden.dtype or not native.on_cpu(norm) for norm in norms):
             return None
         return self.attention.matrix(hidden, *position_embeddings) if running().repeats(*position_embeddings) else None
 

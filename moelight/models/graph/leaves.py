@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moelight.kernels import native
-from moelight.kernels.device import on_host
 from moelight.kernels.ffn import cpu_expert_ffn
 from moelight.kernels.norm import cpu_rms_norm, cpu_rotate, rms_norm, rms_norm_mixed
 from moelight.kernels.products import Joined, feed_forward_stored, linear, linear_of_all, parts
@@ -159,7 +158,7 @@ class _InTurn:
             self._together = min(self._seen, self._seen if self._together is None else self._together)
         self._input, self._seen, self._results = weakref.ref(x), 1, ()
         count = self._together or 1
-        if count == 1 or not on_host(x):
+        if count == 1 or not native.on_cpu(x):
             return self._own[0](x)
         weights = [layer._parameters["weight"] for layer in self._layers[:count]]
         joined, sizes = as_one_matrix(*weights), [weight.shape[0] for weight in weights]
@@ -252,7 +251,7 @@ def _norm_twice(part: Any, eps: float) -> Forward:
         weight = part._parameters["weight"]
         if x.is_meta or weight.dtype != x.dtype:
             return original(x)
-        if x.ndim == 4 and x.shape[0] == 1 and on_host(x) and x[0, 0].is_contiguous():  # heads of one product
+        if x.ndim == 4 and x.shape[0] == 1 and native.on_cpu(x) and x[0, 0].is_contiguous():  # heads of one product
             return cpu_rms_norm(x[0], weight, eps)[None]
         return rms_norm(_rows(x), weight, eps).view(x.shape)
 
@@ -264,7 +263,7 @@ def _norm_gated(part: Any, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
 
     def forward(x: Tensor, gate: Tensor) -> Tensor:
         weight = part._parameters["weight"]
-        if not on_host(x) or not native.available() or weight.dtype != x.dtype or gate.dtype != x.dtype:
+        if not native.on_cpu(x) or not native.available() or weight.dtype != x.dtype or gate.dtype != x.dtype:
             return original(x, gate)
         return cpu_rms_norm(_rows(x), weight, eps, gate=_rows(gate)).view(x.shape)
 
@@ -310,7 +309,7 @@ def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward
 
     def forward(x: Tensor) -> Tensor:
         *inward, down = [product._parameters["weight"] for product in products]
-        if not on_host(x) or not native.available() or down.dtype != x.dtype:
+        if not native.on_cpu(x) or not native.available() or down.dtype != x.dtype:
             return original(x)
         if all(isinstance(weight, StoredWeight) for weight in (*inward, down)):
             result = feed_forward_stored(_rows(x), inward, down, activation=activation)
@@ -402,7 +401,7 @@ def _heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor] | Non
     """Return the heads of q [1, Hq, T, D] and k [1, Hkv, T, D] by token [T, heads, D], as one tensor where they are
     adjacent; None if our kernel does not serve them."""
     tensors = (q, k, cos, sin)
-    if not on_host(q) or (q.ndim, k.ndim, cos.ndim) != (4, 4, 3) or len({one.dtype for one in tensors}) > 1:
+    if not native.on_cpu(q) or (q.ndim, k.ndim, cos.ndim) != (4, 4, 3) or len({one.dtype for one in tensors}) > 1:
         return None
     tokens, size = q.shape[2:]
     if len(q) != 1 or len(k) != 1 or cos.shape != (1, tokens, size) or sin.shape != cos.shape or size % 2:
