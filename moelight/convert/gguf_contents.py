@@ -84,7 +84,7 @@ def contents_of(path: Path, file_type: str) -> GGUFContents:
     shapes = {entry.name: entry for entry in entries}
     check_read_back(config, family, keys, shapes, where=where)
     mixture = Mixture(
-        name=file_type,
+        file_type=file_type,
         layers=config.num_hidden_layers,
         experts=keys.get("expert_count", 0),
         queries_per_key=config.num_attention_heads // max(1, keys["attention.head_count_kv"]),

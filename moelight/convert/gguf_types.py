@@ -66,9 +66,10 @@ def tensor_bytes(kind: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """The types of the tensors of one model in the file type ``name``.
+    """The types of the tensors of one model in one file type.
 
     Attributes:
+        file_type: a key of `FILE_TYPES`.
         layers: their number.
         experts: of a layer; 0 of a dense model.
         queries_per_key: heads of queries that share one of keys.
@@ -76,7 +77,7 @@ class Mixture:
         large: llama.cpp takes the model for one of 70 billion parameters.
     """
 
-    name: str
+    file_type: str
     layers: int
     experts: int
     queries_per_key: int
@@ -85,7 +86,7 @@ class Mixture:
 
     def type_of(self, tensor: str, shape: tuple[int, ...]) -> str:
         """The ggml type of ``tensor`` (its name in the file) of ``shape``."""
-        default = FILE_TYPES[self.name][1]
+        default = FILE_TYPES[self.file_type][1]
         rounded = (
             math.prod(shape[:-1]) > 1 and tensor.endswith("weight") and not any(part in tensor for part in _NOT_ROUNDED)
         )
@@ -102,10 +103,10 @@ class Mixture:
         match = _LAYER.match(tensor)
         layer, part = (int(match[1]), tensor[match.end() :]) if match else (-1, tensor)
         if part == "output.weight" or (self.tied and part == "token_embd.weight"):
-            if self.name == "MXFP4_MOE" or shape[-1] % _BLOCK_OF[default]:
+            if self.file_type == "MXFP4_MOE" or shape[-1] % _BLOCK_OF[default]:
                 return "Q8_0"
             return "Q6_K" if default != "Q8_0" else default
-        if self.name == "MXFP4_MOE":
+        if self.file_type == "MXFP4_MOE":
             return "MXFP4" if part.endswith("_exps.weight") else "Q8_0"
         if part in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"):
             return self._values(layer, default)
@@ -119,32 +120,32 @@ class Mixture:
 
     def _values(self, layer: int, default: str) -> str:
         kind = default
-        if self.name == "Q2_K":
+        if self.file_type == "Q2_K":
             kind = "Q4_K" if self.queries_per_key >= _SHARED_KEYS else "Q3_K"
-        elif self.name == "Q3_K_M":
+        elif self.file_type == "Q3_K_M":
             kind = "Q5_K" if layer < 2 else "Q4_K"
-        elif self.name == "Q3_K_L" or (self.name == "Q4_K_S" and layer < _EARLY):
+        elif self.file_type == "Q3_K_L" or (self.file_type == "Q4_K_S" and layer < _EARLY):
             kind = "Q5_K"
-        elif self.name in ("Q4_K_M", "Q5_K_M") and self._more_bits(layer):
+        elif self.file_type in ("Q4_K_M", "Q5_K_M") and self._more_bits(layer):
             kind = "Q6_K"
         if self.large and kind in ("Q3_K", "Q4_K"):
             kind = "Q5_K"
         return "Q8_0" if self.experts == _EIGHT else kind
 
     def _down(self, layer: int, default: str) -> str:
-        if self.name == "Q2_K":
+        if self.file_type == "Q2_K":
             return "Q3_K"
-        if self.name == "Q3_K_M":
+        if self.file_type == "Q3_K_M":
             return "Q5_K" if layer < self.layers // 16 else "Q4_K"
-        if self.name == "Q3_K_L" or (self.name == "Q4_K_S" and layer < self.layers // 8):
+        if self.file_type == "Q3_K_L" or (self.file_type == "Q4_K_S" and layer < self.layers // 8):
             return "Q5_K"
-        return "Q6_K" if self.name in ("Q4_K_M", "Q5_K_M") and self._more_bits(layer) else default
+        return "Q6_K" if self.file_type in ("Q4_K_M", "Q5_K_M") and self._more_bits(layer) else default
 
     def _output(self, default: str) -> str:
         if self.experts == _EIGHT:
             more = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M")
-            return "Q5_K" if self.name in more else default
-        return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(self.name, default)
+            return "Q5_K" if self.file_type in more else default
+        return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(self.file_type, default)
 
     def _more_bits(self, layer: int) -> bool:
         eighth = self.layers // 8

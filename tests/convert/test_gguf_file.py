@@ -100,7 +100,7 @@ def test_k_types_round_well_and_again_to_nearly_the_same(kind: str, share: float
 
 def test_the_mixture_of_a_published_file() -> None:
     """Gemma 3 270M in Q4_K_M, as llama-quantize wrote it: 640 columns are no blocks of 256."""
-    mixture = Mixture(name="Q4_K_M", layers=18, experts=0, queries_per_key=4, tied=True)
+    mixture = Mixture(file_type="Q4_K_M", layers=18, experts=0, queries_per_key=4, tied=True)
     shapes = {"attn_q": (1024, 640), "attn_k": (256, 640), "attn_v": (256, 640), "attn_output": (640, 1024)}
     shapes |= {"ffn_gate": (2048, 640), "ffn_up": (2048, 640), "ffn_down": (640, 2048), "attn_norm": (640,)}
     types = {
