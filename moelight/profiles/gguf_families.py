@@ -1052,12 +1052,12 @@ def architecture_of(file: GGUFFile) -> tuple[str, Architecture | GraphArchitectu
             return name, ARCHITECTURES[name]
         if name in GRAPH_ARCHITECTURES:
             return name, GRAPH_ARCHITECTURES[name]
-    known = {*ARCHITECTURES, *GRAPH_ARCHITECTURES}
+    names = {*ARCHITECTURES, *GRAPH_ARCHITECTURES}
     reason = "`moelight models` lists the architectures that are, and the families that run from safetensors"
     if name in NOT_COMPUTED:
         reason = "transformers has no code for these models"
     elif isinstance(name, str) and (family := FROM_SAFETENSORS.get(name)) is not None:
         reason = f"the family runs from safetensors (model_type {family})"
     elif isinstance(name, str):
-        reason = f"{reason}{did_you_mean(name, known)}"
+        reason = f"{reason}{did_you_mean(name, names)}"
     raise ConfigError(f"{file.path}: general.architecture {quoted(name)} is not read; {reason}")
