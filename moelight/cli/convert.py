@@ -37,7 +37,9 @@ class ConvertArguments:
     """The options of ``moelight convert``, as given."""
 
     model: str = argument(
-        "MODEL", "Model to convert, not quantised: a directory, a Hugging Face hub id, or demo (bundled)."
+        "MODEL",
+        "Model to convert: a directory, a Hugging Face hub id, or demo (bundled). GGUF files need --to gguf or "
+        "safetensors, quantised checkpoints --to safetensors.",
     )
     output: Path = argument("OUT", "Directory to create for the converted checkpoint, or GGUF file (OUT.gguf).")
     to: str = option(

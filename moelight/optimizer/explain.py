@@ -28,7 +28,7 @@ STEP, ROUNDS, DRAWN = 0.5, 3, 250
 _LANES = {
     "h2d": "the link to the device",
     "d2h": "the link from the device",
-    "device": "the GPU's arithmetic and memory",
+    "device": "the GPU",
     "cpu": "the CPU",
     "dram": "host memory bandwidth",
     "stage": "copying into pinned memory",
