@@ -1,6 +1,8 @@
 // The numbers of codes that are stored together, eight at once, for AVX2. Internal linkage.
 #pragma once
 
+#include <array>
+
 #include "codes_avx2.h"
 #include "unpack.h"
 
@@ -93,6 +95,18 @@ struct WideFormat {
     } else {
       const IntegerLine by = Format::integer_line(q, row, k);
       return {kE2m1<Format> || kSignedBytes<Format> ? 0.0f : static_cast<float>(by.zero), by.scale};
+    }
+  }
+
+  // Of columns [k, k + 32), by halves. `parts` are read anew where a block begins, and at the first column of a part.
+  std::array<Affine, 2> affines(int64_t k, bool first, Parts& parts) const {
+    if constexpr (kParted<Format>) {
+      if (first || k % 256 == 0) parts_of<Format>(Format::block_of(q, row, k), parts);
+      const int64_t part = k % 256 / 16;
+      return {{{parts.less[part / 2], parts.times[part]}, {parts.less[part / 2], parts.times[part + 1]}}};
+    } else {
+      const Affine both_halves = affine(k);
+      return {{both_halves, both_halves}};
     }
   }
 

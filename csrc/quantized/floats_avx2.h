@@ -24,14 +24,7 @@ bool floats_of_steps(const Quantized& q, int64_t row, int64_t first, int64_t siz
   Parts parts;
   for (int64_t k = first, end = first + size; k < end;) {
     const int64_t stop = std::min(end, format.stop(k));
-    Affine by[2];
-    if constexpr (kParted<Format>) {
-      if (k == first || k % 256 == 0) parts_of<Format>(Format::block_of(q, row, k), parts);
-      const int64_t part = k % 256 / 16;
-      by[0] = {parts.less[part / 2], parts.times[part]}, by[1] = {parts.less[part / 2], parts.times[part + 1]};
-    } else {
-      by[0] = by[1] = format.affine(k);
-    }
+    const std::array<Affine, 2> by = format.affines(k, k == first, parts);
     if constexpr (!std::is_same_v<R, float>)
       if (!is_finite(by[0].times) || !is_finite(by[0].less) || !is_finite(by[1].times)) return false;
     for (; k < stop; k += 32, to += 32) {
