@@ -57,9 +57,6 @@ ci: $(STAMP)  ## run the tests of `make test` and those of `make thorough` that 
 compiled: $(STAMP)  ## compile the GPU's programs for six cards, as far as they changed, and record them; CARDS='80,90' for some, ARGS=--anew all
 	env -u TRITON_INTERPRET TRITON_ALWAYS_COMPILE=1 $(BIN)/python -W ignore -m tests.kernels.compile_gpu $(or $(CARDS),75,80,86,89,90,100) whole --record $(ARGS)
 
-real: $(STAMP)  ## answer 200 questions with published models, fetched once into build/real, beside transformers; no part of CI
-	$(BIN)/python -m tests.real $(ARGS)
-
 large: $(STAMP)  ## run the tests on checkpoints of a gigabyte, which need 4 GB of /tmp; no part of CI
 	$(BIN)/python -m pytest -n 0 -m large $(ARGS)
 
@@ -124,6 +121,9 @@ gguf: $(LLAMACPP_DIR)/.installed  ## compare GGUF files of llama.cpp's converter
 
 gguf-peer: $(LLAMACPP_DIR)/.computing  ## compare GGUF files that convert writes with llama.cpp, which is built; ARGS; no part of CI
 	LLAMA_CPP_LIB_PATH=$(CURDIR)/$(LLAMACPP_DIR)/computing/bin $(LLAMACPP_DIR)/bin/python -m tests.convert.gguf_peer $(ARGS)
+
+real: $(LLAMACPP_DIR)/.computing  ## answer 100 questions with published files, fetched once into build/real, beside transformers and llama.cpp; ARGS; no part of CI
+	LLAMA_CPP_LIB_PATH=$(CURDIR)/$(LLAMACPP_DIR)/computing/bin $(LLAMACPP_DIR)/bin/python -m tests.real $(ARGS)
 
 $(LLAMACPP_DIR)/.computing: $(LLAMACPP_DIR)/.installed
 	@PATH=$(CURDIR)/$(BIN):$$PATH cmake -S $(LLAMACPP_SOURCE)/vendor/llama.cpp -B $(@D)/computing -G Ninja \

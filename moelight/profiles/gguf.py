@@ -224,7 +224,7 @@ class _Header:
             raise ValueError(f"claims {num_tensors} tensors")
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):  # each takes bytes of the header, whose end ends the loop
-            key = self._string(_LONGEST_NAME)
+            key = self._name()
             if key in metadata:
                 raise ValueError(f"the metadata names {quoted(key)} twice")
             metadata[key] = self._value(self._number("I"), key)
@@ -236,7 +236,7 @@ class _Header:
         return metadata, self._placed(entries, start, alignment)
 
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
-        name, dimensions = self._string(_LONGEST_NAME), self._number("I")
+        name, dimensions = self._name(), self._number("I")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
             raise ValueError(
                 f"tensor {_shown(name)} has {dimensions} dimensions, from 1 to {_MOST_DIMENSIONS} are known"
@@ -297,6 +297,13 @@ class _Header:
         if letter is None:
             raise ValueError(f"{quoted(key)} is an array of values of type {element}")
         return list(struct.unpack(f"<{count}{letter}", self._bytes(count * struct.calcsize(f"<{letter}"))))
+
+    def _name(self) -> str:
+        """Of a key or tensor: text that may be part of a message."""
+        name = self._string(_LONGEST_NAME)
+        if not name.isprintable():
+            raise ValueError(f"names a key or tensor {_shown(name)}")
+        return name
 
     def _string(self, max_length: int) -> str:
         length = self._number("Q")

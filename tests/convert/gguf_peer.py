@@ -16,7 +16,7 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,44 +29,10 @@ from moelight.convert.gguf_file import GGUFOptions, convert_to_gguf
 from moelight.convert.gguf_types import FILE_TYPES
 from tests.convert.families import NAMES, save_family
 from tests.engine import gguf_architectures as architectures
+from tests.llama import LlamaFile, library
 
 QUANTISED = ("qwen3_moe", "llama", "gemma3", "mixtral")
 _WORSE = 1.02  # times llama.cpp's mean squared error, of any tensor
-
-
-def library() -> Any:
-    """The functions of llama.cpp, quiet."""
-    from llama_cpp import llama_cpp
-
-    llama_cpp.llama_backend_init()
-    library.silent = llama_cpp.llama_log_callback(lambda *_: None)  # type: ignore[attr-defined]
-    llama_cpp.llama_log_set(library.silent, ctypes.c_void_p(0))  # type: ignore[attr-defined]
-    return llama_cpp
-
-
-def greedy(llama: Any, path: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """The likeliest ``count`` tokens after each prompt, one after another."""
-    options = llama.llama_model_default_params()
-    options.n_gpu_layers = 0
-    model = llama.llama_model_load_from_file(str(path).encode(), options)
-    assert model, f"llama.cpp does not load {path}"
-    tokens = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-    rows = []
-    for prompt in prompts:
-        options = llama.llama_context_default_params()
-        options.n_ctx, options.n_threads, options.n_threads_batch = 256, 1, 1
-        context = llama.llama_init_from_model(model, options)
-        following, row = list(prompt), []
-        for _ in range(count):
-            ids = (llama.llama_token * len(following))(*following)  # which the batch only points to
-            assert llama.llama_decode(context, llama.llama_batch_get_one(ids, len(ids))) == 0
-            logits = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), shape=(tokens,))
-            following = [int(logits.argmax())]
-            row += following
-        rows.append(row)
-        llama.llama_free(context)
-    llama.llama_model_free(model)
-    return rows
 
 
 def written(directory: Path, file_type: str) -> Path:
@@ -110,9 +76,11 @@ def main(report: Callable[[str], None] = print) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             save_family(name, Path(scratch))
             path = written(Path(scratch), "F32")
-            theirs = greedy(llama, path, architectures.PROMPTS, architectures.TOKENS)
-            alike += theirs == architectures.tokens_of(path)
-            report(f"{name}: {'the same tokens' if theirs == architectures.tokens_of(path) else 'other tokens'}")
+            with LlamaFile(path) as file:
+                theirs = [file.greedy(prompt, architectures.TOKENS) for prompt in architectures.PROMPTS]
+            same = theirs == architectures.tokens_of(path)
+            alike += same
+            report(f"{name}: {'the same tokens' if same else 'other tokens'}")
     for name in [name for name in QUANTISED if name in arguments.names]:
         with tempfile.TemporaryDirectory() as scratch:
             save_family(name, Path(scratch), hidden_size=256)

