@@ -1,4 +1,4 @@
-// Few tokens rounded to int8 with codes as they are stored, row by row, for AVX2; internal linkage. Sums of whole
+// Few tokens rounded to int8 with codes as they are stored, for AVX2; internal linkage. Sums of whole
 // numbers are exact, so results are those of panels (integers.inl) to the bit.
 //
 // `vpmaddubsw` adds two products of an unsigned code and a token in sixteen bits: codes of up to 6 bits as they are, of
@@ -13,18 +13,69 @@ namespace {
 
 constexpr int64_t kStoredTokens = 2, kStoredAhead = 8 << 10;
 
-inline int32_t across(__m256i sum) {
-  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+inline float scale_from(const uint8_t* half) {
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(number_at<uint16_t>(half))));
+}
+inline int32_t across(__m128i four) {
   four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
-
-template <class T>
-inline T number_at(const char* p) {
-  T value;
-  std::memcpy(&value, p, sizeof value);
-  return value;
+inline int32_t across(__m256i sum) {
+  return across(_mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1)));
 }
+
+// Words `low` of the lower and `high` of the upper half, in all places.
+inline __m256i spread_words(__m256i words, int low, int high) {
+  const auto bytes = [](int word) { return _mm_set1_epi16(static_cast<int16_t>(514 * word + 256)); };
+  return _mm256_shuffle_epi8(words, _mm256_set_m128i(bytes(high), bytes(low)));
+}
+
+// Of a block of Q4_K or Q5_K that begins at `block`: eight steps, and what is taken off (KScales).
+template <class Format>
+struct BlockSteps {
+  const uint8_t* block;
+  __m256i words;
+  __m128i lows;
+  float scale = scale_from(block), least = scale_from(block + 2);
+
+  explicit BlockSteps(const uint8_t* block) : block(block) {
+    // By words: the bits of lower parts, and the upper bits of the others.
+    const __m128i head = half_bytes_at(block);
+    const __m128i lower = _mm_srlv_epi32(_mm_shuffle_epi32(head, 0xed), _mm_setr_epi32(0, 0, 0, 4));
+    const __m128i upper = _mm_srli_epi32(_mm_shuffle_epi32(head, 0x84), 2);
+    const __m128i parts =
+        _mm_or_si128(_mm_and_si128(lower, _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f)),
+                     _mm_and_si128(upper, _mm_setr_epi32(0, 0x30303030, 0, 0x30303030)));
+    words = _mm256_broadcastsi128_si256(_mm_cvtepu8_epi16(parts));
+    lows = _mm_unpackhi_epi8(parts, _mm_setzero_si128());
+  }
+  __m256i of(int i) const { return spread_words(words, i, i); }
+  static __m256i start(const char*) { return _mm256_setzero_si256(); }
+  int32_t low(const char* sums) const {
+    return across(_mm_madd_epi16(lows, half_bytes_at(reinterpret_cast<const uint8_t*>(sums))));
+  }
+};
+
+// Of Q6_K: sixteen steps.
+template <>
+struct BlockSteps<formats::Q6K> {
+  const uint8_t* block;
+  __m256i first, second;  // eight of them, twice
+  __m256i words = _mm256_cvtepi8_epi16(half_bytes_at(block + 192));
+  float scale = scale_from(block + 208);
+
+  explicit BlockSteps(const uint8_t* block) : block(block) {
+    first = _mm256_permute4x64_epi64(words, 0x44), second = _mm256_permute4x64_epi64(words, 0xee);
+  }
+  __m256i of(int i) const { return spread_words(i < 4 ? first : second, 2 * i % 8, 2 * i % 8 + 1); }
+  // What codes are too large by: 32 times the steps times the parts' sums, which are given as -32 times those.
+  __m256i start(const char* sums) const {
+    const auto* const from = reinterpret_cast<const uint8_t*>(sums);
+    const __m256i low = _mm256_srai_epi32(bytes_at(from), 5), high = _mm256_srai_epi32(bytes_at(from + 32), 5);
+    const __m256i minus = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+    return _mm256_slli_epi32(_mm256_madd_epi16(words, minus), 5);
+  }
+};
 
 template <class Format, int kTokens>
 struct StoredRow {
@@ -94,34 +145,30 @@ struct StoredRow {
   // Blocks of 256, whose parts have steps of their own.
   void add_blocks(float (&total)[kTokens]) const {
     for (int64_t k = 0; k < p.depth; k += 256) {
-      const IntegerParts block = Format::parts(Format::block_of(*p.quantized, row, k));
-      constexpr int kSteps = Format::kLeast ? 2 : 1;  // sixteen columns each that share one
+      const BlockSteps<Format> steps(Format::block_of(*p.quantized, row, k));
       __m256i lanes[kTokens];
-      for (auto& lane : lanes) lane = _mm256_setzero_si256();
-      for (int64_t i = 0; i < 8; ++i) {
-        const __m256i some = codes(k + 32 * i);
-        const __m128i first = _mm_set1_epi16(static_cast<int16_t>(block.steps[2 * i / kSteps]));
-        const __m128i second = _mm_set1_epi16(static_cast<int16_t>(block.steps[(2 * i + 1) / kSteps]));
-        const __m256i step = _mm256_set_m128i(second, first);
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) lanes[t] = steps.start(part_sums(t, k));
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        const __m256i some = panel_codes<Format>(steps.block, 32 * i), step = steps.of(i);
 #pragma GCC unroll 4
         for (int t = 0; t < kTokens; ++t) {
           const __m256i pairs = _mm256_maddubs_epi16(some, values(t, k + 32 * i));
           lanes[t] = _mm256_add_epi32(lanes[t], _mm256_madd_epi16(pairs, step));
         }
       }
+#pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) {
-        int32_t sum = across(lanes[t]), low = 0;
-        const char* const parts = token(t) + layout.sums() + (Format::kLeast ? 2 : 4) * (k / form.part);
-        if constexpr (Format::kLeast) {
-          for (int i = 0; i < 8; ++i) low += block.lows[i] * number_at<int16_t>(parts + 2 * i);
-        } else {
-          for (int i = 0; i < 16; ++i) sum += block.steps[i] * number_at<int32_t>(parts + 4 * i);
-        }
-        float value = static_cast<float>(sum) * block.scale;
-        if constexpr (Format::kLeast) value = value - static_cast<float>(low) * block.least;
+        float value = static_cast<float>(across(lanes[t])) * steps.scale;
+        if constexpr (Format::kLeast) value = value - static_cast<float>(steps.low(part_sums(t, k))) * steps.least;
         add(t, k, value, total);
       }
     }
+  }
+
+  const char* part_sums(int t, int64_t k) const {
+    return token(t) + layout.sums() + (Format::kLeast ? 2 : 4) * (k / form.part);
   }
 };
 
@@ -148,20 +195,149 @@ void multiply_stored(const Product& p, const IntegerForm& form, const IntegerTok
   }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// ggml's blocks of 32, of eight rows side by side: the products of a group are added across the lanes of all eight
+// together, and from then on a lane is a row.
+
+constexpr int64_t kSideTokens = 4;
+
+// Sums of the neighbouring words of four registers, those of the first beside those of the others.
+inline __m256i across_four(__m256i a, __m256i b, __m256i c, __m256i d) {
+  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+  return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+}
+// The lower halves beside each other, plus the upper ones.
+inline __m256i across_halves(__m256i a, __m256i b) {
+  const __m256i low = _mm256_inserti128_si256(a, _mm256_castsi256_si128(b), 1);
+  return _mm256_add_epi32(low, _mm256_inserti128_si256(b, _mm256_extracti128_si256(a, 1), 0));
+}
+
+// Signed bytes, whose magnitudes meet tokens of their signs.
+template <class Format>
+struct SideCodes {
+  __m256i codes, magnitudes;
+  explicit SideCodes(const uint8_t* block) : codes(codes_of(Format(), block, 0)), magnitudes(_mm256_abs_epi8(codes)) {}
+
+  using Sum = __m256i;
+  Sum times(const char* x) const {
+    const __m256i values = bytes_at(reinterpret_cast<const uint8_t*>(x));
+    const __m256i pairs = _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(values, codes));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  }
+  static Sum of_four(const Sum (&sum)[4]) { return across_four(sum[0], sum[1], sum[2], sum[3]); }
+  static __m256i of_eight(Sum low, Sum high) { return across_halves(low, high); }
+};
+
+// Codes of up to five bits: a sum of four products, and of eight where a code has no more than four bits, fits sixteen
+// bits.
+template <class Format>
+  requires(!kSignedBytes<Format>)
+struct SideCodes<Format> {
+  static constexpr bool kFourBits = std::is_same_v<Format, formats::Q4_0> || std::is_same_v<Format, formats::Q4_1>;
+  __m128i low, high;
+  explicit SideCodes(const uint8_t* block) {
+    const __m256i codes = panel_codes<Format>(block, 0);
+    low = _mm256_castsi256_si128(codes), high = _mm256_extracti128_si256(codes, 1);
+  }
+  explicit SideCodes(const uint8_t* block)
+    requires(kFourBits)
+  {
+    const __m128i packed = half_bytes_at(block + Format::kTraits.block_bytes - 16), mask = _mm_set1_epi8(15);
+    low = _mm_and_si128(packed, mask), high = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
+  }
+
+  using Sum = __m128i;
+  Sum times(const char* x) const {
+    const auto* const values = reinterpret_cast<const uint8_t*>(x);
+    return _mm_add_epi16(_mm_maddubs_epi16(low, half_bytes_at(values)),
+                         _mm_maddubs_epi16(high, half_bytes_at(values + 16)));
+  }
+  static Sum of_four(const Sum (&sum)[4]) {
+    const auto two = [](Sum a, Sum b) { return _mm_add_epi16(_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b)); };
+    const Sum ab = two(sum[0], sum[1]), cd = two(sum[2], sum[3]), ones = _mm_set1_epi16(1);
+    const Sum first = _mm_unpacklo_epi64(ab, cd), second = _mm_unpackhi_epi64(ab, cd);
+    if constexpr (kFourBits) return _mm_madd_epi16(_mm_add_epi16(first, second), ones);
+    return _mm_add_epi32(_mm_madd_epi16(first, ones), _mm_madd_epi16(second, ones));
+  }
+  static __m256i of_eight(Sum low, Sum high) { return _mm256_set_m128i(high, low); }
+};
+
+// sums[t][0..8) += products of eight rows, asking memory for what lies `lead` bytes ahead of all of them.
+template <class Format, int kTokens>
+void multiply_side(const Product& p, const IntegerTokens& layout, int64_t row, int64_t lead, float* sums) {
+  using Side = SideCodes<Format>;
+  constexpr int64_t kBytes = Format::kTraits.block_bytes;
+  const Quantized& q = *p.quantized;
+  const uint8_t* block[kSideRows];
+  for (int64_t r = 0; r < kSideRows; ++r)
+    block[r] = q.codes + (p.first_row + std::min(row + r, p.rows - 1)) * q.row_bytes;
+  const char *ahead = reinterpret_cast<const char*>(block[0]) + lead, *asked = ahead;
+  __m256 total[kTokens];
+#pragma GCC unroll 4
+  for (int t = 0; t < kTokens; ++t) total[t] = _mm256_loadu_ps(sums + t * kUnitRows);
+  for (int64_t k = 0, group = 0; k < p.depth; k += 32, ++group) {
+    for (ahead += kSideRows * kBytes; asked < ahead; asked += 64) _mm_prefetch(asked, _MM_HINT_T1);
+    typename Side::Sum four[2][kTokens];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      typename Side::Sum one[kTokens][4];
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        const Side codes(block[4 * half + r]);
+#pragma GCC unroll 4
+        for (int t = 0; t < kTokens; ++t) one[t][r] = codes.times(p.x + t * p.x_bytes + k);
+      }
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) four[half][t] = Side::of_four(one[t]);
+    }
+    const SideLines by = side_lines<Format>(block);
+#pragma GCC unroll 8
+    for (auto& at : block) at += kBytes;
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      const char* const token = p.x + t * p.x_bytes;
+      __m256i sum = Side::of_eight(four[0][t], four[1][t]);
+      if constexpr (!Format::kLeast && !kSignedBytes<Format>)
+        sum = _mm256_add_epi32(sum, _mm256_set1_epi32(number_at<int32_t>(token + layout.sums() + 4 * group)));
+      __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), by.scale);
+      if constexpr (Format::kLeast) {
+        const auto low = static_cast<float>(number_at<int16_t>(token + layout.sums() + 2 * group));
+        value = _mm256_sub_ps(value, _mm256_mul_ps(_mm256_set1_ps(low), by.least));
+      }
+      value = _mm256_mul_ps(value, _mm256_set1_ps(number_at<float>(token + layout.scales() + 4 * group)));
+      total[t] = _mm256_add_ps(total[t], value);
+    }
+  }
+#pragma GCC unroll 4
+  for (int t = 0; t < kTokens; ++t) _mm256_storeu_ps(sums + t * kUnitRows, total[t]);
+}
+
+template <class Format, int kTokens = kSideTokens>
+void multiply_blocks(const Product& p, const IntegerTokens& layout, float* sums) {
+  if constexpr (kTokens > 1)
+    if (p.tokens < kTokens) return multiply_blocks<Format, kTokens - 1>(p, layout, sums);
+  const int64_t bytes = kSideRows * p.row_bytes, later = kSideRows * ((kStoredAhead + bytes - 1) / bytes);
+  for (int64_t row = 0; row < p.rows; row += kSideRows)
+    multiply_side<Format, kTokens>(p, layout, row, p.lead_of(row, later), sums + row);
+}
+
 // Of formats and sizes that whole steps of thirty-two columns serve.
 inline bool stored_products(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char*,
                             float* sums) {
-  const Quantized& q = *p.quantized;
-  if (p.tokens > kStoredTokens || p.depth % 32 != 0) return false;
-  return with_format(q, [&](auto format) -> bool {
+  if (p.tokens > kSideTokens || p.depth % 32 != 0) return false;
+  return with_format(*p.quantized, [&](auto format) -> bool {
     using Format = decltype(format);
-    constexpr bool kServed = kHasIntegers<Format> && kHasCodes<Format> && !std::is_same_v<Format, formats::Mxfp4Blocks>;
-    if constexpr (kServed) {
+    if constexpr (kBlocksOf32<Format> && kHasIntegers<Format>) {
+      multiply_blocks<Format>(p, layout, sums);
+      return true;
+    } else if constexpr (kHasIntegers<Format> && kHasCodes<Format>) {
       // Codes of eight bits are multiplied as signed ones.
-      if (form.zero < 0 && StoredRow<Format, 1>::kBytes) return false;
+      if (p.tokens > kStoredTokens || (form.zero < 0 && StoredRow<Format, 1>::kBytes)) return false;
       multiply_stored<Format>(p, form, layout, sums);
+      return true;
     }
-    return kServed;
+    return false;
   });
 }
 

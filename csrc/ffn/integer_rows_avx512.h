@@ -177,9 +177,10 @@ struct ByteRows : GroupedRows<Format, kGroup> {
 // ggml's blocks of 32.
 template <class Format>
 struct BlockRows : SideRows {
-  static constexpr bool kParted = false, kLeast = false, kWide = std::is_same_v<Format, formats::Q8_0>;
+  static constexpr bool kParted = false, kLeast = Format::kLeast, kWide = std::is_same_v<Format, formats::Q8_0>;
+  static constexpr bool kFive = std::is_same_v<Format, formats::Q5_0> || std::is_same_v<Format, formats::Q5_1>;
   static constexpr LineOrder kOrder = kWide ? LineOrder::kPlain : LineOrder::kQuarters;
-  static constexpr int64_t kBlock = Format::kTraits.block_bytes, kHead = kE2m1<Format> ? 1 : 2;
+  static constexpr int64_t kBlock = Format::kTraits.block_bytes, kHead = kBlock - (kWide ? 32 : 16);
   static constexpr int64_t kChunk = kWide ? 64 : 128, kBytes = kChunk / 32 * kBlock;
   static constexpr int kLines = kWide ? 1 : 2, kChunks = kWide ? 2 : 1;
 
@@ -197,14 +198,36 @@ struct BlockRows : SideRows {
       const __m512i low = low_halves(packed), high = high_halves(packed);
       to[0] = kE2m1<Format> ? e2m1_codes(low) : low, to[1] = kE2m1<Format> ? e2m1_codes(high) : high;
     }
+    if constexpr (kFive) {
+      uint64_t bits[2] = {0, 0};
+      for (int64_t i = 0; i < std::min<int64_t>(left, 4); ++i) {
+        const uint64_t word = word_at(from + i * kBlock - 4, 0);
+        bits[0] |= (word & 0xffff) << (16 * i), bits[1] |= (word >> 16) << (16 * i);
+      }
+      for (int i = 0; i < kLines; ++i) to[i] = _mm512_or_si512(to[i], _mm512_maskz_set1_epi8(bits[i], 16));
+    }
   }
   StageFloats floats(int64_t k, int64_t left) const {
+    if constexpr (kLeast) {
+      const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000));
+      const __m512i words = heads(k, left), least = _mm512_castps_si512(halves16(_mm512_srli_epi32(words, 16)));
+      return {.scale = halves16(words), .least = _mm512_castsi512_ps(_mm512_xor_si512(least, sign))};
+    }
     if constexpr (!kE2m1<Format>) return {.scale = halves(k / 32, kBlock, 0, left)};
     alignas(16) uint8_t powers[16];
     for (int64_t b = 0; b < kStageGroups; ++b)
       for (int64_t r = 0; r < kSideRows; ++r)
         powers[4 * b + r] = *at(static_cast<int>(r), k + 32 * std::min(b, left - 1));
     return {.scale = half_powers16(powers, 0xffff)};
+  }
+
+ private:
+  // The first four bytes of blocks.
+  __m512i heads(int64_t k, int64_t left) const {
+    alignas(64) uint32_t words[16];
+    for (int64_t b = 0; b < kStageGroups; ++b)
+      for (int r = 0; r < kSideRows; ++r) std::memcpy(words + 4 * b + r, at(r, k + 32 * std::min(b, left - 1)), 4);
+    return _mm512_load_si512(words);
   }
 };
 
@@ -404,7 +427,7 @@ inline __attribute__((always_inline)) void one_row(const StoredProduct& of, cons
 #pragma GCC unroll 4
     for (int c = 0; c < kTokens; ++c) {
       to.full[i + c][r] = sum[c];
-      if constexpr (F::kLeast) to.low[i + c][r] = rows.low(r, k, of.token(c) + of.layout.sums());
+      if constexpr (F::kParted && F::kLeast) to.low[i + c][r] = rows.low(r, k, of.token(c) + of.layout.sums());
     }
   }
 }
@@ -422,9 +445,15 @@ inline __m128 add_groups(const StoredProduct& of, const char* x, int64_t k, int6
                          __m512i full, __m512i low, __m128 sums) {
   using S = Unfused<Avx512>;
   const int64_t group = k / of.form.group;
-  if constexpr (!F::kParted) {
+  if constexpr (!F::kParted && !F::kLeast) {
     const __m512i minus = spread_quarters(x + of.layout.sums() + 4 * group, left);
     full = _mm512_add_epi32(full, of.form.zero >= 0 ? minus : _mm512_mullo_epi32(by.zero, minus));
+  }
+  if constexpr (!F::kParted && F::kLeast) {
+    const __m128i sums_of_four = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x + of.layout.sums() + 2 * group));
+    alignas(16) int32_t words[4];
+    _mm_store_si128(reinterpret_cast<__m128i*>(words), _mm_cvtepi16_epi32(sums_of_four));
+    low = spread_quarters(words, left);
   }
   __m512 value = S::mul(_mm512_cvtepi32_ps(full), by.scale);
   if constexpr (F::kLeast) value = S::sub(value, S::mul(_mm512_cvtepi32_ps(low), by.least));
@@ -464,10 +493,10 @@ void four_rows(const StoredProduct& of, int64_t row, RowSums& row_sums, float* t
               at + std::min<int64_t>(i, chunks - 1) * kTokens + c;  // of none that is there nobody asks
           const auto& four = row_sums.full[from];
           full[i] = across_quarters(four[0], four[1], four[2], four[3]);
-          if constexpr (F::kLeast) low[i] = _mm512_load_si512(row_sums.low[from]);
+          if constexpr (F::kParted && F::kLeast) low[i] = _mm512_load_si512(row_sums.low[from]);
         }
         __m512i lows = _mm512_setzero_si512();
-        if constexpr (F::kLeast) lows = turned_quarters(across_quarters(low[0], low[1], low[2], low[3]));
+        if constexpr (F::kParted && F::kLeast) lows = turned_quarters(across_quarters(low[0], low[1], low[2], low[3]));
         sums[c] = add_groups<F>(of, of.token(c), k, left, by, stage_sums(full), lows, sums[c]);
       }
     }
@@ -525,6 +554,18 @@ struct StoredRows<formats::Mxfp4Blocks, 32> {
 template <>
 struct StoredRows<formats::Q4_0, 32> {
   using Rows = BlockRows<formats::Q4_0>;
+};
+template <>
+struct StoredRows<formats::Q4_1, 32> {
+  using Rows = BlockRows<formats::Q4_1>;
+};
+template <>
+struct StoredRows<formats::Q5_0, 32> {
+  using Rows = BlockRows<formats::Q5_0>;
+};
+template <>
+struct StoredRows<formats::Q5_1, 32> {
+  using Rows = BlockRows<formats::Q5_1>;
 };
 template <>
 struct StoredRows<formats::Q8_0, 32> {

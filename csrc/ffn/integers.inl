@@ -2,11 +2,10 @@
 // each instruction set; all of it has internal linkage.
 //
 // A token is cut into groups of columns (IntegerForm); each is a float32 scale, its largest magnitude over 127, times
-// int8 numbers, rounded to nearest, ties to even. A sum takes the
-// groups in order, each product and each sum rounded to float32: the exact sum of (code - zero) times int8 numbers,
-// in forms of parts times their steps, times the scale of the row; less, where the form has it, the exact sum of `low`
-// times int8 numbers, times `least`; times the scale of the token. So neither other tokens nor the instruction set
-// change a bit of it.
+// int8 numbers, rounded to nearest, ties to even. A sum takes the groups in order, each product and each sum rounded to
+// float32: the exact sum of (code - zero) times int8 numbers, in forms of parts times their steps, times the scale of
+// the row; less, where the form has it, the exact sum of `low` (1 without parts) times int8 numbers, times `least`;
+// times the scale of the token. So neither other tokens nor the instruction set change a bit of it.
 //
 // Codes of kPanelRows rows and kPanelColumns columns are spread in the first-level cache (quantized/integers.h); every
 // tile of tokens passes by, a lane a row, four columns at a time. Where L::kStored says so, few tokens meet the codes
@@ -88,6 +87,9 @@ void quantise(const Quantized& like, const void* x, int64_t x_bytes, int64_t cou
   }
 }
 
+// What lanes L are: those of whole numbers beside those of float32 (Simd). kWords: narrow codes are multiplied in pairs,
+// which L::dot_words sums in sixteen bits and L::add_pairs adds to sums of thirty-two.
+
 // Multiplies as multiply_integers does without panels, or says that it does not.
 using StoredProducts = bool (*)(const Product&, const IntegerForm&, const IntegerTokens&, char* scratch, float* sums);
 
@@ -114,14 +116,15 @@ struct PartSums {
   alignas(64) int32_t of[kPanelParts][kTileTokens][kPanelRows];
 };
 
-// What a tile is: all rows of a panel times kCount tokens. kSummed: the products of each part are summed already.
-template <class L, int kCount, bool kSummed>
+// What a tile is: all rows of a panel times kCount tokens. kSummed: the products of each part are summed already. kRun:
+// of so many columns the sums of two products each fit sixteen bits, as L::dot_words has them; 0: L::dot has all.
+template <class L, int kCount, bool kSummed, int64_t kRun = 0>
 struct SumTile {
   using S = typename L::Simd;
   static constexpr int kVectors = L::kVectors;
   static constexpr int64_t kLanes = S::kWidth;
   // Sums of whole numbers in parts, so that few tokens do not wait for one product after the other.
-  static constexpr int kMore = kSummed || L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
+  static constexpr int kMore = kSummed || kRun > 0 || L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
   using Sums = typename L::V[kCount][kVectors];
 
   const char* x;  // numbers of the next four columns
@@ -145,9 +148,24 @@ struct SumTile {
     for (int c = 0; c < kCount; ++c) {
       const typename L::V four = L::spread(values + c * x_bytes);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) to[c][v] = L::dot(to[c][v], code[v], four);
+      for (int v = 0; v < kVectors; ++v) {
+        if constexpr (kRun > 0) {
+          to[c][v] = L::dot_words(to[c][v], code[v], four);
+        } else {
+          to[c][v] = L::dot(to[c][v], code[v], four);
+        }
+      }
     }
     codes += 4 * kPanelRows;
+  }
+
+  // The same by words: of at most kRun columns.
+  inline __attribute__((always_inline)) void run(int64_t count, Sums& sum) {
+    Sums words;
+    for_each([&](int c, int v) { words[c][v] = L::zero(); });
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < count; i += 4, x += 4) quad(x, words);
+    for_each([&](int c, int v) { sum[c][v] = L::add_pairs(sum[c][v], words[c][v]); });
   }
 
   // sum += codes times numbers, of the next `count` columns, which are those of the next part. kColumns: as many as
@@ -157,6 +175,14 @@ struct SumTile {
     if constexpr (kSummed) {
       for_each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], L::load(summed + c * kPanelRows + v * kLanes)); });
       summed += kTileTokens * kPanelRows;
+      return;
+    }
+    if constexpr (kRun > 0) {
+      if constexpr (kColumns > 0) count = kColumns;
+#pragma GCC unroll 2
+      for (; count >= kRun; count -= kRun) run(kRun, sum);
+      if constexpr (kColumns == 0)
+        if (count > 0) run(count, sum);
       return;
     }
     if constexpr (kColumns > 0 && kMore == 0) {
@@ -180,18 +206,33 @@ struct SumTile {
   }
 };
 
-// What a form says before it is met: columns of a token that share a scale, columns of a row that share a step, and
-// `least`. 0: the form says so itself, and there are no steps.
-template <int64_t kGroup_, int64_t kPart_ = 0, bool kLeast_ = false>
+// What a form says before it is met: columns of a token that share a scale, columns of a row that share a step, `least`,
+// and SumTile's kRun. 0: the form says so itself, and there are no steps.
+template <int64_t kGroup_, int64_t kPart_ = 0, bool kLeast_ = false, int64_t kRun_ = 0>
 struct IntegerShape {
-  static constexpr int64_t kGroup = kGroup_, kPart = kPart_;
+  static constexpr int64_t kGroup = kGroup_, kPart = kPart_, kRun = kRun_;
   static constexpr bool kLeast = kLeast_;
 };
 
-template <class F>
+// Columns whose products with codes of at most `max_code`, summed by words, fit sixteen bits.
+constexpr int64_t run_of(int max_code) {
+  int64_t columns = 32;
+  while (columns / 2 * max_code * 127 > 32767) columns /= 2;
+  return columns;
+}
+
+template <class L, class F>
 void with_shape(const IntegerForm& form, F&& body) {
-  if (form.least) return body(IntegerShape<256, 32, true>());
-  if (form.parted()) return body(IntegerShape<256, 16>());
+  constexpr int64_t kFour = L::kWords ? run_of(15) : 0, kFive = L::kWords ? run_of(31) : 0,
+                    kSix = L::kWords ? run_of(63) : 0;
+  if (form.least) return form.parted() ? body(IntegerShape<256, 32, true, kFive>())
+                                       : body(IntegerShape<32, 0, true, kFive>());
+  if (form.parted()) return body(IntegerShape<256, 16, false, kSix>());
+  if constexpr (L::kWords) {
+    if (form.max_code <= 15)
+      return form.group == 32 ? body(IntegerShape<32, 0, false, kFour>()) : body(IntegerShape<0, 0, false, kFour>());
+    if (form.max_code <= 31 && form.group == 32) return body(IntegerShape<32, 0, false, kFive>());
+  }
   if (form.group == 32) return body(IntegerShape<32>());
   body(IntegerShape<0>());
 }
@@ -201,31 +242,41 @@ void with_shape(const IntegerForm& form, F&& body) {
 template <class L, class IntegerShape, int kCount, bool kSummed>
 void grouped_tile(const IntegerForm form, const IntegerTokens layout, const Panel& panel, int64_t first, int64_t size,
                   const char* x, int64_t x_bytes, float* __restrict sums, const int32_t* summed) {
-  using T = SumTile<L, kCount, kSummed>;
+  using T = SumTile<L, kCount, kSummed, IntegerShape::kRun>;
   using S = typename L::Simd;
-  constexpr int64_t kLanes = S::kWidth;
-  const int64_t group = IntegerShape::kGroup > 0 ? IntegerShape::kGroup : form.group,
-                to_sums = layout.sums() - layout.scales();
+  constexpr int64_t kLanes = S::kWidth, kSumBytes = IntegerShape::kLeast ? 2 : 4;
+  const int64_t group = IntegerShape::kGroup > 0 ? IntegerShape::kGroup : form.group;
   for (int64_t row = 0; row < kPanelRows; row += T::kVectors * kLanes) {
     T tile = {x + first, x_bytes, panel.codes + 4 * row, kSummed ? summed + row : nullptr};
     const char* by = x + layout.scales() + 4 * (first / group);
-    const float* scales = panel.scales[0] + row;
+    const char* group_sums = x + layout.sums() + kSumBytes * (first / group);
+    const float *scales = panel.scales[0] + row, *least = panel.least[0] + row;
     const int32_t* zeros = panel.zeros[0] + row;
     typename S::V total[kCount][T::kVectors];
     T::for_each([&](int c, int v) { total[c][v] = S::load(sums + c * kUnitRows + row + v * kLanes); });
-    for (int64_t k = 0; k < size; k += group, by += 4, scales += kPanelRows, zeros += kPanelRows) {
+    for (int64_t k = 0; k < size; k += group, by += 4, group_sums += kSumBytes) {
       typename T::Sums sum;
       T::for_each([&](int c, int v) {
-        const char* const minus = by + c * x_bytes + to_sums;
-        sum[c][v] = form.zero >= 0 ? L::spread(minus) : L::times(zeros + v * kLanes, minus);
+        if constexpr (IntegerShape::kLeast) {
+          sum[c][v] = L::zero();
+        } else {
+          const char* const minus = group_sums + c * x_bytes;
+          sum[c][v] = form.zero >= 0 ? L::spread(minus) : L::times(zeros + v * kLanes, minus);
+        }
       });
       tile.template add<IntegerShape::kGroup>(std::min(group, (size - k + 7) / 8 * 8), sum);
       T::for_each([&](int c, int v) {
         float scale;
         std::memcpy(&scale, by + c * x_bytes, sizeof scale);
-        const auto value = S::mul(L::floats(sum[c][v]), S::load(scales + v * kLanes));
+        auto value = S::mul(L::floats(sum[c][v]), S::load(scales + v * kLanes));
+        if constexpr (IntegerShape::kLeast) {
+          int16_t low;
+          std::memcpy(&low, group_sums + c * x_bytes, sizeof low);
+          value = S::sub(value, S::mul(S::set(static_cast<float>(low)), S::load(least + v * kLanes)));
+        }
         total[c][v] = S::add(total[c][v], S::mul(value, S::set(scale)));
       });
+      scales += kPanelRows, zeros += kPanelRows, least += kPanelRows;
     }
     T::for_each([&](int c, int v) { S::store(sums + c * kUnitRows + row + v * kLanes, total[c][v]); });
   }
@@ -253,7 +304,7 @@ inline __attribute__((always_inline)) void take_lows(const char* part_sums, cons
 template <class L, class IntegerShape, int kCount, bool kSummed>
 void parted_tile(const IntegerTokens layout, const Panel& panel, int64_t first, int64_t size, const char* x,
                  int64_t x_bytes, float* __restrict sums, const int32_t* summed) {
-  using T = SumTile<L, kCount, kSummed>;
+  using T = SumTile<L, kCount, kSummed, IntegerShape::kRun>;
   using S = typename L::Simd;
   constexpr int64_t kLanes = S::kWidth, kParts = IntegerShape::kGroup / IntegerShape::kPart,
                     kSumBytes = IntegerShape::kLeast ? 2 : 4;
@@ -317,7 +368,7 @@ void panel_in_tiles(const IntegerForm& form, const IntegerTokens& layout, const 
   for (int64_t k = 0, part = 0; k < size; k += form.part, ++part)
     multiply_part<T>(x + first + k, x_bytes, panel.codes + k * kPanelRows, std::min(form.part, size - k),
                      parts.of[part][0]);
-  with_shape(form, [&](auto shape) {
+  with_shape<L>(form, [&](auto shape) {
     for (int64_t t = 0; t < kTileTokens; t += kCount)
       panel_tile<L, decltype(shape), kCount, true>(form, layout, panel, first, size, x + t * x_bytes, x_bytes,
                                                    sums + t * kUnitRows, parts.of[0][t]);
@@ -351,7 +402,7 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
           panel_in_tiles<L, T>(form, layout, panel, first, size, p.x + t * p.x_bytes, p.x_bytes,
                                sums + t * kUnitRows + row, parts);
       }
-      with_shape(form, [&](auto shape) {
+      with_shape<L>(form, [&](auto shape) {
         for (int64_t i = 0, begin = tiled; i < tiles; ++i) {
           const int64_t end = tiled + rest * (i + 1) / tiles;
           panel_tile_of<L, decltype(shape), L::kTokens>(end - begin, form, layout, panel, first, size,

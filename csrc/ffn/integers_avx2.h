@@ -11,6 +11,7 @@ struct Avx2Integers {
   using Simd = Avx2;
   using V = __m256i;
   static constexpr int kVectors = 2, kTokens = 2;
+  static constexpr bool kWords = true;
   static V zero() { return _mm256_setzero_si256(); }
   static V add(V x, V y) { return _mm256_add_epi32(x, y); }
   static V load(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
@@ -28,6 +29,8 @@ struct Avx2Integers {
     const V evens = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odds = _mm256_srai_epi16(four, 8);
     return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, evens), _mm256_madd_epi16(odd, odds)));
   }
+  static V dot_words(V sum, V codes, V four) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, four)); }
+  static V add_pairs(V sum, V words) { return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1))); }
   static __m256 floats(V sum) { return _mm256_cvtepi32_ps(sum); }
   static int32_t round(const float* from, int64_t size, float factor, bool pairs, int8_t* to) {
     if (size % 8 != 0 || factor == 0) return round_plainly(from, size, factor, pairs, to);

@@ -4,6 +4,7 @@ namespace moelight {
 namespace {
 
 struct AvxVnniIntegers : Avx2Integers {
+  static constexpr bool kWords = false;
   static V dot(V sum, V codes, V four) { return _mm256_dpbusd_avx_epi32(sum, codes, four); }
 };
 

@@ -13,6 +13,9 @@
 #include "ffn.h"
 #include "finish.h"
 #include "lanes.h"
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include "quantized/sums_avx2.h"
+#endif
 #if defined(__AVX2__)
 #include "quantized/floats_avx2.h"
 #else
@@ -171,8 +174,19 @@ FloatRows<L> rows_of(const Product& p, int64_t r, int64_t first, int64_t size, b
   return rows;
 }
 
+// One token, whose products with stored rows are summed as these are unpacked.
+inline void sum_stored_rows(const Product& p, float* sums) {
+  constexpr int64_t kAhead = 8 << 10;
+  const int64_t later = kRowTile * ((kAhead + kRowTile * p.row_bytes - 1) / (kRowTile * p.row_bytes));
+  for (int64_t r = 0; r < p.rows; r += kRowTile)
+    p.unpacking.one(*p.quantized, p.first_row + r, std::min(kRowTile, p.rows - r), p.x, p.lead_of(r, later), 1,
+                    sums + r, kUnitRows);
+}
+
 template <class L, class W>
 void multiply(const Product& p, void* expanded, float* sums) {
+  if constexpr (std::is_same_v<W, Unpacked>)
+    if (p.tokens == 1 && p.unpacking.one != nullptr) return sum_stored_rows(p, sums);
   using Element = typename L::Element;
   for (int64_t first = 0; first < p.depth; first += kBlock<L>) {
     const int64_t size = p.depth - first < kBlock<L> ? p.depth - first : kBlock<L>;
@@ -196,6 +210,16 @@ void prepare(const void* x, int64_t x_bytes, int64_t count, int64_t depth, void*
   }
 }
 
+// How matrices like one are multiplied with tokens X.
+template <class X>
+Unpacking unpacking_of(const Quantized& like) {
+  Unpacking result = {unpack_floats_of<X>(like)};
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<X, float>) result.one = sum_floats_of(like);
+#endif
+  return result;
+}
+
 template <class L, class X, class W>
 Kernel kernel() {
   using S = typename L::Simd;
@@ -214,7 +238,7 @@ Kernel kernel() {
           .prepare = prepare<L, X>,
           .store = store<S, X>,
           .activate = activate<S, X>,
-          .unpacking = [](const Quantized& like) { return Unpacking{unpack_floats_of<X>(like)}; }};
+          .unpacking = unpacking_of<X>};
 }
 
 template <class L, class X>

@@ -45,6 +45,16 @@ inline Codes signs_turned(Codes x) {
   return {veorq_u8(x.low, sign), veorq_u8(x.high, sign)};
 }
 
+// Of thirty-two bits, each as the fifth bit of a byte.
+inline Codes fifth_bits(const uint8_t* p) {
+  const uint8_t places[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  const uint8x16_t bits = vld1q_u8(places), fifth = vdupq_n_u8(16);
+  const auto spread = [&](int i) {
+    return vandq_u8(vtstq_u8(vcombine_u8(vdup_n_u8(p[i]), vdup_n_u8(p[i + 1])), bits), fifth);
+  };
+  return {spread(0), spread(2)};
+}
+
 // Unsigned codes of columns [k, k + 32) (integers.h), k a multiple of 32, of a row that begins at `line`: for formats
 // that have them at once.
 inline Codes codes_of(formats::Int8, const uint8_t* line, int64_t k) { return signs_turned(bytes_at(line + k)); }
@@ -57,6 +67,15 @@ inline Codes codes_of(formats::Mxfp4Blocks, const uint8_t* line, int64_t k) {
   return looked_up(halved_nibbles(line + k / 32 * 17 + 1), kE2m1Codes);
 }
 inline Codes codes_of(formats::Q4_0, const uint8_t* line, int64_t k) { return halved_nibbles(line + k / 32 * 18 + 2); }
+inline Codes codes_of(formats::Q4_1, const uint8_t* line, int64_t k) { return halved_nibbles(line + k / 32 * 20 + 4); }
+inline Codes codes_of(formats::Q5_0, const uint8_t* line, int64_t k) {
+  const uint8_t* const p = line + k / 32 * 22 + 2;
+  return either(halved_nibbles(p + 4), fifth_bits(p));
+}
+inline Codes codes_of(formats::Q5_1, const uint8_t* line, int64_t k) {
+  const uint8_t* const p = line + k / 32 * 24 + 4;
+  return either(halved_nibbles(p + 4), fifth_bits(p));
+}
 inline Codes codes_of(formats::Q8_0, const uint8_t* line, int64_t k) {
   return signs_turned(bytes_at(line + k / 32 * 34 + 2));
 }

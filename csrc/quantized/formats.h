@@ -28,15 +28,17 @@ struct IntegerForm {
   int64_t part;   // columns of a row that share a step, where they are fewer; divides the group
   bool pairs;     // of eight columns first the even ones, then the odd ones: the order in words of 4-bit codes
   int zero;       // of all codes, or -1: scales have zero points of their own
-  bool least;     // something is taken off all numbers of a part
+  bool least;     // something is taken off all numbers of a part, or of a group without parts
+  int max_code = 255;
 
   bool parted() const { return part < group; }
 };
 
-// Of a group of columns.
+// Of a group of columns; `least` where the form has it.
 struct IntegerLine {
   float scale;
   int32_t zero;
+  float least = 0.0f;
 };
 
 // Scales of a block, and the whole numbers of each of its parts.
@@ -58,7 +60,7 @@ struct GroupedIntegers {
 
   static IntegerForm form(const Quantized& q) {
     const int64_t group = q.groups == 1 || q.group % 128 == 0 ? 128 : q.group % 64 == 0 ? 64 : 32;
-    return {group, group, Format::kPairs, Format::shared_zero(q), false};
+    return {group, group, Format::kPairs, Format::shared_zero(q), false, (1 << Format::kTraits.bits) - 1};
   }
   static IntegerLine integer_line(const Quantized& q, int64_t row, int64_t k) {
     const Line by = Format::line(q, row, k / q.group);
@@ -197,7 +199,7 @@ struct Mxfp4 {
     for (int64_t k = first; k < first + size; ++k)
       *to++ = kTwiceE2m1[(from[k / 2] >> (4 * (k % 2))) & 15] * half_power_of(powers[k / 32]);
   }
-  static IntegerForm form(const Quantized&) { return {32, 32, kPairs, 12, false}; }
+  static IntegerForm form(const Quantized&) { return {32, 32, kPairs, 12, false, 24}; }
   static IntegerLine integer_line(const Quantized& q, int64_t row, int64_t k) {
     return {half_power_of(static_cast<const uint8_t*>(q.scales)[row * q.groups + k / 32]), 12};
   }
@@ -306,7 +308,10 @@ struct Blocks {
   static IntegerLine integer_line(const Quantized& q, int64_t row, int64_t k)
     requires requires(const uint8_t* block) { Format::scale_in(block); }
   {
-    return {Format::scale_in(block_of(q, row, k)), Format::form(q).zero};
+    const uint8_t* const block = block_of(q, row, k);
+    if constexpr (requires { Format::least_in(block); })
+      return {Format::scale_in(block), 0, Format::least_in(block)};
+    return {Format::scale_in(block), Format::form(q).zero};
   }
 };
 
@@ -321,7 +326,7 @@ struct Q4_0 : Blocks<Q4_0> {
     const float scale = half_at(p);
     for (int i = 0; i < 32; ++i) to[i] = scale * (static_cast<float>(nibble(p + 2, i)) - 8.0f);
   }
-  static IntegerForm form(const Quantized&) { return {32, 32, false, 8, false}; }
+  static IntegerForm form(const Quantized&) { return {32, 32, false, 8, false, 15}; }
   static uint8_t code_in(const uint8_t* p, int i) { return static_cast<uint8_t>(nibble(p + 2, i)); }
   static float scale_in(const uint8_t* p) { return half_at(p); }
 };
@@ -333,6 +338,10 @@ struct Q4_1 : Blocks<Q4_1> {
     for (int i = 0; i < 32; ++i) to[i] = scale * static_cast<float>(nibble(p + 4, i)) + least;
   }
   static constexpr bool kLeast = true;
+  static IntegerForm form(const Quantized&) { return {32, 32, false, 0, true, 15}; }
+  static uint8_t code_in(const uint8_t* p, int i) { return static_cast<uint8_t>(nibble(p + 4, i)); }
+  static float scale_in(const uint8_t* p) { return half_at(p); }
+  static float least_in(const uint8_t* p) { return -half_at(p + 2); }
 };
 
 struct Q5_0 : Blocks<Q5_0> {
@@ -341,6 +350,9 @@ struct Q5_0 : Blocks<Q5_0> {
     const float scale = half_at(p);
     for (int i = 0; i < 32; ++i) to[i] = scale * (static_cast<float>(five_bits(p + 2, i)) - 16.0f);
   }
+  static IntegerForm form(const Quantized&) { return {32, 32, false, 16, false, 31}; }
+  static uint8_t code_in(const uint8_t* p, int i) { return static_cast<uint8_t>(five_bits(p + 2, i)); }
+  static float scale_in(const uint8_t* p) { return half_at(p); }
 };
 
 struct Q5_1 : Blocks<Q5_1> {
@@ -350,6 +362,10 @@ struct Q5_1 : Blocks<Q5_1> {
     for (int i = 0; i < 32; ++i) to[i] = scale * static_cast<float>(five_bits(p + 4, i)) + least;
   }
   static constexpr bool kLeast = true;
+  static IntegerForm form(const Quantized&) { return {32, 32, false, 0, true, 31}; }
+  static uint8_t code_in(const uint8_t* p, int i) { return static_cast<uint8_t>(five_bits(p + 4, i)); }
+  static float scale_in(const uint8_t* p) { return half_at(p); }
+  static float least_in(const uint8_t* p) { return -half_at(p + 2); }
 };
 
 struct Q8_0 : Blocks<Q8_0> {
@@ -377,7 +393,7 @@ struct Mxfp4Blocks : Blocks<Mxfp4Blocks> {
     const float scale = half_power_of(p[0]);
     for (int i = 0; i < 32; ++i) to[i] = scale * kDoubledE2m1[nibble(p + 1, i)];
   }
-  static IntegerForm form(const Quantized&) { return {32, 32, false, 12, false}; }
+  static IntegerForm form(const Quantized&) { return {32, 32, false, 12, false, 24}; }
   static uint8_t code_in(const uint8_t* p, int i) { return kE2m1Codes[nibble(p + 1, i)]; }
   static float scale_in(const uint8_t* p) { return half_power_of(p[0]); }
 };
@@ -417,7 +433,7 @@ struct KBlocks : Blocks<Format> {
       to[i] = step * static_cast<float>(Format::code_in(p, i)) - below;
     }
   }
-  static IntegerForm form(const Quantized&) { return {256, 32, false, 0, true}; }
+  static IntegerForm form(const Quantized&) { return {256, 32, false, 0, true, 31}; }
   static IntegerParts parts(const uint8_t* p) {
     const KScales scales(p + 4);
     IntegerParts of = {half_at(p), half_at(p + 2), {}, {}};
@@ -447,7 +463,7 @@ struct Q6K : Blocks<Q6K> {
       to[i] = step * (static_cast<float>(code_in(p, i)) - 32.0f);
     }
   }
-  static IntegerForm form(const Quantized&) { return {256, 16, false, 32, false}; }
+  static IntegerForm form(const Quantized&) { return {256, 16, false, 32, false, 63}; }
   static IntegerParts parts(const uint8_t* p) {
     IntegerParts of = {half_at(p + 208), 0.0f, {}, {}};
     for (int i = 0; i < 16; ++i) of.steps[i] = static_cast<int8_t>(p[192 + i]);

@@ -52,7 +52,7 @@ void plain_lines(const Quantized& q, const IntegerForm& form, int64_t row, int64
           to.lows[count_of_parts / 2 * g + i][at + r] = parts.lows[2 * i] | parts.lows[2 * i + 1] << 16;
       } else {
         const IntegerLine line = Format::integer_line(q, row + r, first + k);
-        to.scales[g][at + r] = line.scale, to.zeros[g][at + r] = line.zero;
+        to.scales[g][at + r] = line.scale, to.zeros[g][at + r] = line.zero, to.least[g][at + r] = line.least;
       }
     }
   }

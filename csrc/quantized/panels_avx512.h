@@ -233,6 +233,36 @@ inline __m512i low_bits16(__m512i words, int shift, int mask) {
   return _mm512_and_si512(_mm512_srl_epi32(words, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask));
 }
 
+// Scales of ggml's blocks that begin with one and with a minimum, which is the negative of what is taken off.
+template <int64_t kBytes>
+void lines_of_blocks(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to) {
+  for (int64_t b = 0; b < size / 32; ++b) {
+    alignas(64) uint32_t heads[kHalf];
+    for (int64_t r = 0; r < kHalf; ++r) std::memcpy(heads + r, line[r] + b * kBytes, 4);
+    const __m512i words = _mm512_load_si512(heads), sign = _mm512_set1_epi32(static_cast<int>(0x80000000));
+    const __m512i least = _mm512_castps_si512(halves16(_mm512_srli_epi32(words, 16)));
+    _mm512_store_ps(to.panel.scales[b] + to.at, halves16(words));
+    _mm512_store_si512(to.panel.least[b] + to.at, _mm512_xor_si512(least, sign));
+  }
+}
+
+// The fifth bits of the codes of blocks, which are four bytes from kAt on, beside the others in a panel.
+template <int64_t kBytes, int64_t kAt>
+void fifth_bits_of_blocks(const uint8_t* const (&line)[kHalf], int64_t size, const HalfPanel& to) {
+  alignas(64) uint32_t spread[16];
+  for (uint32_t i = 0; i < 16; ++i) spread[i] = (i & 1) << 4 | (i & 2) << 11 | (i & 4) << 18 | (i & 8) << 25;
+  const __m512i table = _mm512_load_si512(spread);
+  for (int64_t b = 0; b < size / 32; ++b) {
+    alignas(64) uint32_t bits[kHalf];
+    for (int64_t r = 0; r < kHalf; ++r) std::memcpy(bits + r, line[r] + b * kBytes + kAt, 4);
+    __m512i four = _mm512_load_si512(bits);
+    for (int64_t quad = 8 * b; quad < 8 * (b + 1); ++quad, four = _mm512_srli_epi32(four, 4)) {
+      uint8_t* const codes = to.panel.codes + (quad * kPanelRows + to.at) * 4;
+      to.put(quad, _mm512_or_si512(_mm512_load_si512(codes), _mm512_permutexvar_epi32(four, table)));
+    }
+  }
+}
+
 // Scales and parts of a block of Q4_K or Q5_K (KScales) that begins at byte `at`, those of a group.
 inline void k_scales(const uint8_t* const (&line)[kHalf], int64_t at, int64_t group, const HalfPanel& to) {
   __m512i words[4], lows[8];
@@ -383,6 +413,20 @@ inline void half_blocks(formats::Q6K, Lines line, int64_t size, const HalfPanel&
 inline void half_blocks(formats::Q4_0, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
   codes_by_blocks<BlockHalves<4, false>, 18, 2>(line, size, to, fetched);
   scales_of_blocks<18, false>(line, size, to);
+}
+inline void half_blocks(formats::Q4_1, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  codes_by_blocks<BlockHalves<4, false>, 20, 4>(line, size, to, fetched);
+  lines_of_blocks<20>(line, size, to);
+}
+inline void half_blocks(formats::Q5_0, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  codes_by_blocks<BlockHalves<4, false>, 22, 6>(line, size, to, fetched);
+  fifth_bits_of_blocks<22, 2>(line, size, to);
+  scales_of_blocks<22, false>(line, size, to);
+}
+inline void half_blocks(formats::Q5_1, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
+  codes_by_blocks<BlockHalves<4, false>, 24, 8>(line, size, to, fetched);
+  fifth_bits_of_blocks<24, 4>(line, size, to);
+  lines_of_blocks<24>(line, size, to);
 }
 inline void half_blocks(formats::Mxfp4Blocks, Lines line, int64_t size, const HalfPanel& to, Fetched& fetched) {
   codes_by_blocks<BlockHalves<4, true>, 17, 1>(line, size, to, fetched);

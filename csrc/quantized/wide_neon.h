@@ -29,7 +29,7 @@ void affine_at(const Quantized& q, int64_t row, int64_t k, Affine (&to)[2]) {
     }
   } else {
     const IntegerLine by = Format::integer_line(q, row, k);
-    to[0] = to[1] = {static_cast<float>(by.zero), by.scale, 0.0f};
+    to[0] = to[1] = {static_cast<float>(by.zero), by.scale, by.least};
   }
 }
 

@@ -104,6 +104,7 @@ class Format(ABC):
         names: suffixes of codes, scales, zero points (or what is in their place, `has_offsets`), order.
         block, block_bytes: values and bytes of a block with scales inside; 1 and 0 without blocks.
         codebook: the row of `formats.codebook.CODEBOOKS` that codes are indices of; empty where codes are values.
+        minima: values that share a scale, or each part of them, have a minimum, which an integer product takes off.
     """
 
     key: ClassVar[str]
@@ -127,6 +128,7 @@ class Format(ABC):
     block: int = 1
     block_bytes: int = 0
     codebook: str = ""
+    minima: bool = False
 
     @abstractmethod
     def _tensors(self, rows: int, columns: int) -> Sequence[TensorSpec]:

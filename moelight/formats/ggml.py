@@ -17,7 +17,6 @@ class GGMLFormat(Format):
 
     Attributes:
         shared: values of a block that share a scale.
-        minima: parts of a block have a minimum, which an integer product takes off.
         integers: columns of an int8 activation and of a row that share a scale where codes are integers to them; None
             where they are not.
     """
@@ -27,7 +26,6 @@ class GGMLFormat(Format):
     codes: str = "U8"
     names: tuple[str, ...] = (".weight",)
     shared: int = 32
-    minima: bool = False
     integers: tuple[int, int] | None = None
 
     def _steps(self) -> tuple[int, int]:
@@ -42,7 +40,8 @@ class GGMLFormat(Format):
 
     @property
     def token_sums(self) -> str:
-        return "parts" if self.minima else ""
+        parts = self.integers is not None and self.integers[1] < self.integers[0]
+        return ("parts" if parts else "groups") if self.minima else ""
 
     def shared_columns(self, depth: int) -> int:
         return self.shared
@@ -70,9 +69,9 @@ _TYPES = {
     name: GGMLFormat(name=name, bits=bits, block=block, block_bytes=block_bytes, **more)
     for name, bits, block, block_bytes, more in (
         ("Q4_0", 4, 32, 18, {"integers": (32, 32)}),
-        ("Q4_1", 4, 32, 20, {}),
-        ("Q5_0", 5, 32, 22, {}),
-        ("Q5_1", 5, 32, 24, {}),
+        ("Q4_1", 4, 32, 20, {"minima": True, "integers": (32, 32)}),
+        ("Q5_0", 5, 32, 22, {"integers": (32, 32)}),
+        ("Q5_1", 5, 32, 24, {"minima": True, "integers": (32, 32)}),
         ("Q8_0", 8, 32, 34, {"integers": (32, 32)}),
         ("Q2_K", 2, 256, 84, {"shared": 16}),
         ("Q3_K", 3, 256, 110, {"shared": 16}),

@@ -109,7 +109,7 @@ def linear_stored(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -
     """x [T, C] of the weight's dtype, contiguous within rows -> x weight^T + bias [T, R]."""
     if not native.on_cpu(x):
         return _product_on_device(x, weight, bias)
-    return stored_product(widened(x), weight.stack, bias, activations=weight.activations).to(x.dtype)
+    return _product_on_cpu(x, weight.stack, bias, weight.activations)
 
 
 def product_of_all(x: Tensor, weights: Sequence[StoredWeight]) -> Tensor:
@@ -117,7 +117,13 @@ def product_of_all(x: Tensor, weights: Sequence[StoredWeight]) -> Tensor:
     if not native.on_cpu(x):
         return torch.cat([linear_stored(x, weight) for weight in weights], dim=1)
     stack = tuple(matrix for weight in weights for matrix in weight.stack)
-    return stored_product(widened(x), stack, activations=weights[0].activations).to(x.dtype)
+    return _product_on_cpu(x, stack, None, weights[0].activations)
+
+
+def _product_on_cpu(x: Tensor, stack: Stack, bias: Tensor | None, activations: str) -> Tensor:
+    """`stored_product` in float32 where values are unpacked to floats, rounded to x's dtype."""
+    integers = all(served(activations, matrix) == INT8 for matrix in stack)
+    return stored_product(x if integers else widened(x), stack, bias, activations=activations).to(x.dtype)
 
 
 def widened(x: Tensor) -> Tensor:

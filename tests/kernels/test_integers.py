@@ -123,7 +123,7 @@ def test_few_rows_are_those_of_many(name: str) -> None:
 
 @pytest.mark.parametrize("pairing", ["joined", "interleaved", "apart"])
 @pytest.mark.parametrize(
-    "name", ["packed int4", "packed int8", "gptq int4 in order", "mxfp4", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "awq"]
+    "name", ["packed int4", "packed int8", "gptq int4 in order", "mxfp4", "Q8_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "awq"]
 )
 def test_experts(name: str, pairing: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of plain code, to the bit: also curves and biases are computed alike."""

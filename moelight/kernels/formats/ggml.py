@@ -19,7 +19,7 @@ _MXFP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # gg
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _K = 256  # values of a super-block
 # Whole numbers int32 [n, values of a block], of each part its step and `low` int32 [n, parts], scales and `least`
-# float32 [n, 1]: a value is whole x step x scale - low x least; None where there are no parts, or no `low`.
+# float32 [n, 1]: a value is whole x step x scale - low x least; None where there are no steps, or no `low`.
 Integers = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 
@@ -64,14 +64,17 @@ def _q4_1(blocks: Tensor) -> Tensor:
     return _half(blocks, 0) * _pieces(blocks[:, 4:], 16, 4).float() + _half(blocks, 2)
 
 
+def _five_bits(codes: Tensor) -> Tensor:
+    """Codes [n, 32] whose fifth bits are four bytes ahead of the others."""
+    return _pieces(codes[:, 4:], 16, 4) | (_bits(codes[:, :4]) << 4)
+
+
 def _q5_0(blocks: Tensor) -> Tensor:
-    codes = _pieces(blocks[:, 6:], 16, 4) | (_bits(blocks[:, 2:6]) << 4)
-    return _half(blocks, 0) * (codes.float() - 16)
+    return _half(blocks, 0) * (_five_bits(blocks[:, 2:]).float() - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    codes = _pieces(blocks[:, 8:], 16, 4) | (_bits(blocks[:, 4:8]) << 4)
-    return _half(blocks, 0) * codes.float() + _half(blocks, 2)
+    return _half(blocks, 0) * _five_bits(blocks[:, 4:]).float() + _half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
@@ -321,6 +324,24 @@ def _q4_0_integers(blocks: Tensor) -> Integers:
     return _pieces(blocks[:, 2:], 16, 4).int() - 8, None, None, _half(blocks, 0), None
 
 
+def _q4_1_integers(blocks: Tensor) -> Integers:
+    return _with_minimum(blocks, _pieces(blocks[:, 4:], 16, 4))
+
+
+def _q5_0_integers(blocks: Tensor) -> Integers:
+    return _five_bits(blocks[:, 2:]).int() - 16, None, None, _half(blocks, 0), None
+
+
+def _q5_1_integers(blocks: Tensor) -> Integers:
+    return _with_minimum(blocks, _five_bits(blocks[:, 4:]))
+
+
+def _with_minimum(blocks: Tensor, codes: Tensor) -> Integers:
+    """Those of blocks that begin with a scale and a minimum, the negative of what is taken off."""
+    ones = torch.ones((len(blocks), 1), dtype=torch.int32, device=blocks.device)
+    return codes.int(), None, ones, _half(blocks, 0), -_half(blocks, 2)
+
+
 def _mxfp4_integers(blocks: Tensor) -> Integers:
     return _mxfp4_codes(blocks), None, None, _mxfp4_scale(blocks), None
 
@@ -328,6 +349,9 @@ def _mxfp4_integers(blocks: Tensor) -> Integers:
 _INTEGERS: dict[str, Callable[[Tensor], Integers]] = {
     "Q8_0": _q8_0_integers,
     "Q4_0": _q4_0_integers,
+    "Q4_1": _q4_1_integers,
+    "Q5_0": _q5_0_integers,
+    "Q5_1": _q5_1_integers,
     "Q4_K": _k_integers(_q4_codes),
     "Q5_K": _k_integers(_q5_codes),
     "Q6_K": _q6_integers,

@@ -19,6 +19,7 @@ from moelight.kernels.gpu.quantized_triton import (
     block_half,
     e2m1_codes,
     e2m1_doubled,
+    five_bits,
     four_bits,
     inputs,
     k_six_bits,
@@ -179,6 +180,33 @@ def q4_0_integers(
 
 
 @triton.jit
+def q4_1_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Half bytes of blocks."""
+    k = inputs(first, depth, EVEN, K, 1)
+    return four_bits(codes, row, k, depth // FORM.group * FORM.block_bytes, FORM).to(tl.int8)
+
+
+@triton.jit
+def q5_0_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Five bits of blocks, less 16."""
+    k = inputs(first, depth, EVEN, K, 1)
+    return (five_bits(codes, row, k, depth // FORM.group * FORM.block_bytes, FORM) - 16).to(tl.int8)
+
+
+@triton.jit
+def q5_1_integers(
+    codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
+):
+    """Five bits of blocks."""
+    k = inputs(first, depth, EVEN, K, 1)
+    return five_bits(codes, row, k, depth // FORM.group * FORM.block_bytes, FORM).to(tl.int8)
+
+
+@triton.jit
 def mxfp4_block_integers(
     codes, zeros, row, first, rows, depth, groups, FORM: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr
 ):
@@ -286,6 +314,19 @@ def group_product(x_rows, matrix, row, step, size, FORM: tl.constexpr, HOW: tl.c
 
 
 @triton.jit
+def least_product(x_rows, matrix, row, step, size, FORM: tl.constexpr, HOW: tl.constexpr):
+    """`group_product` of a block that begins with a scale and a minimum."""
+    _, _, sums, x_stride, source = x_rows
+    codes, _, _, _ = matrix
+    _, depth, _ = size
+    known = step * HOW.group if HOW.even else tl.minimum(step * HOW.group, depth - 1)
+    block, row_bytes = group_at(known, FORM) * FORM.group, depth // FORM.group * FORM.block_bytes
+    sum_of_group = tl.load(sums + source * (x_stride // HOW.group) + step).to(tl.float32)
+    least = sum_of_group[:, None] * block_half(codes, row, block, row_bytes, 2, FORM)
+    return group_product(x_rows, matrix, row, step, size, FORM, HOW) + least
+
+
+@triton.jit
 def block_product(x_rows, matrix, row, step, size, FORM: tl.constexpr, HOW: tl.constexpr):
     """`group_product` of a block of 256 of ggml's K formats, HOW.depth inputs at a time."""
     x, _, sums, x_stride, source = x_rows
@@ -351,4 +392,20 @@ def groups_step(
         total += scale * group_product(x_rows, gate, row, group, size, FORM, HOW)
         if GATED:
             total_up += scale * group_product(x_rows, up, up_row, group, size, FORM, HOW)
+    return total, total_up
+
+
+@triton.jit
+def least_step(
+    total, total_up, x_rows, gate, up, row, up_row, step, size,
+    FORM: tl.constexpr, HOW: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """`groups_step` of blocks that have a minimum."""
+    _, x_scales, _, x_stride, source = x_rows
+    for piece in tl.static_range(HOW.depth // HOW.group):
+        group = step * (HOW.depth // HOW.group) + piece
+        scale = tl.load(x_scales + source * (x_stride // HOW.group) + group)[:, None]
+        total += scale * least_product(x_rows, gate, row, group, size, FORM, HOW)
+        if GATED:
+            total_up += scale * least_product(x_rows, up, up_row, group, size, FORM, HOW)
     return total, total_up

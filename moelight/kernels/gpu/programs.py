@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from moelight.formats.format import Format
 from moelight.kernels.activations import Activation
 from moelight.kernels.device import on_host
 from moelight.kernels.gpu import grouped_triton, integers_triton, tiles
@@ -55,7 +56,7 @@ class TileForm(_Constant):
         shared: inputs of a tile that surely have one scale, a power of two.
         zeros: there are zero points.
         exponent: scales are E8M0.
-        minima: parts of a block have a minimum.
+        minima: a block, or each of its parts, has a minimum.
     """
 
     by: Any
@@ -96,7 +97,7 @@ class TileForm(_Constant):
             zero_bias=stored.zero_bias,
             order=stored.order,
             exponent=len(stored.names) > 1 and form.dtype_of(1) == torch.uint8,
-            minima=stored.token_sums == "parts",
+            minima=stored.minima,
         )
 
 
@@ -189,7 +190,7 @@ def arguments_of(
             gathered=tokens is not None,
             factor=factor,
             by_hand=by_hand,
-            **_steps(x, depth, tile, by_hand=by_hand, scattered=form.stored.scattered, wide=wide),
+            **_steps(x, depth, tile, form.stored, by_hand=by_hand, wide=wide),
         ),
         "ACT": ActivationForm(
             active=active,
@@ -204,12 +205,14 @@ def arguments_of(
 
 
 def _steps(
-    x: Tensor | RoundedRows, depth: int, tile: tiles.Tile, *, by_hand: bool, scattered: bool, wide: bool
+    x: Tensor | RoundedRows, depth: int, tile: tiles.Tile, stored: Format, *, by_hand: bool, wide: bool
 ) -> dict[str, Any]:
-    """Those attributes of `ProductForm` that say what a step is, of rows of ``depth`` inputs."""
+    """Those attributes of `ProductForm` that say what a step is, of rows of ``depth`` inputs with matrices of
+    ``stored``."""
     if isinstance(x, RoundedRows):
-        step = integers_triton.block_step if x.group > tiles.INTEGER_STEP else integers_triton.groups_step
-        inputs, piece = max(x.group, tile.depth), _SCATTERED if scattered else x.group
+        step = integers_triton.least_step if stored.minima else integers_triton.groups_step
+        step = integers_triton.block_step if x.group > tiles.INTEGER_STEP else step
+        inputs, piece = max(x.group, tile.depth), _SCATTERED if stored.scattered else x.group
         steps = {"step": step, "inputs": inputs, "group": x.group, "piece": piece, "values": tl.int8}
         return steps | {"product": tl.int8, "even": depth % inputs == 0}
     values = tl.float32 if wide else triton_dtype(x.dtype)
