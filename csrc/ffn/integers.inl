@@ -87,8 +87,9 @@ void quantise(const Quantized& like, const void* x, int64_t x_bytes, int64_t cou
   }
 }
 
-// What lanes L are: those of whole numbers beside those of float32 (Simd). kWords: narrow codes are multiplied in pairs,
-// which L::dot_words sums in sixteen bits and L::add_pairs adds to sums of thirty-two.
+// What lanes L are: those of whole numbers beside those of float32 (Simd). kWords: products are made in pairs; those of
+// narrow codes L::dot_words sums in sixteen bits, and L::add_pairs adds the sums to those of thirty-two; those of signed
+// codes L::dot_signed adds at once.
 
 // Multiplies as multiply_integers does without panels, or says that it does not.
 using StoredProducts = bool (*)(const Product&, const IntegerForm&, const IntegerTokens&, char* scratch, float* sums);
@@ -116,10 +117,10 @@ struct PartSums {
   alignas(64) int32_t of[kPanelParts][kTileTokens][kPanelRows];
 };
 
-// What a tile is: all rows of a panel times kCount tokens. kSummed: the products of each part are summed already. kRun:
-// of so many columns the sums of two products each fit sixteen bits, as L::dot_words has them; 0: L::dot has all.
-template <class L, int kCount, bool kSummed, int64_t kRun = 0>
+// What a tile is: all rows of a panel times kCount tokens. kSummed: the products of each part are summed already.
+template <class L, class IntegerShape, int kCount, bool kSummed>
 struct SumTile {
+  static constexpr int64_t kRun = IntegerShape::kRun;
   using S = typename L::Simd;
   static constexpr int kVectors = L::kVectors;
   static constexpr int64_t kLanes = S::kWidth;
@@ -144,6 +145,11 @@ struct SumTile {
     typename L::V code[kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) code[v] = L::load(codes + v * 4 * kLanes);
+    [[maybe_unused]] typename L::V magnitude[kVectors];
+    if constexpr (IntegerShape::kSigned) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) code[v] = L::as_signed(code[v]), magnitude[v] = L::magnitude(code[v]);
+    }
 #pragma GCC unroll 8
     for (int c = 0; c < kCount; ++c) {
       const typename L::V four = L::spread(values + c * x_bytes);
@@ -151,6 +157,8 @@ struct SumTile {
       for (int v = 0; v < kVectors; ++v) {
         if constexpr (kRun > 0) {
           to[c][v] = L::dot_words(to[c][v], code[v], four);
+        } else if constexpr (IntegerShape::kSigned) {
+          to[c][v] = L::dot_signed(to[c][v], magnitude[v], code[v], four);
         } else {
           to[c][v] = L::dot(to[c][v], code[v], four);
         }
@@ -206,12 +214,13 @@ struct SumTile {
   }
 };
 
-// What a form says before it is met: columns of a token that share a scale, columns of a row that share a step, `least`,
-// and SumTile's kRun. 0: the form says so itself, and there are no steps.
-template <int64_t kGroup_, int64_t kPart_ = 0, bool kLeast_ = false, int64_t kRun_ = 0>
+// What a form says before it is met: columns of a token that share a scale, columns of a row that share a step, and
+// `least`. 0: the form says so itself, and there are no steps. kRun: the products of so many columns with a code fit
+// sixteen bits in sums of two each (L::dot_words); 0: they need not. kSigned: codes less 128 are multiplied.
+template <int64_t kGroup_, int64_t kPart_ = 0, bool kLeast_ = false, int64_t kRun_ = 0, bool kSigned_ = false>
 struct IntegerShape {
   static constexpr int64_t kGroup = kGroup_, kPart = kPart_, kRun = kRun_;
-  static constexpr bool kLeast = kLeast_;
+  static constexpr bool kLeast = kLeast_, kSigned = kSigned_;
 };
 
 // Columns whose products with codes of at most `max_code`, summed by words, fit sixteen bits.
@@ -232,6 +241,8 @@ void with_shape(const IntegerForm& form, F&& body) {
     if (form.max_code <= 15)
       return form.group == 32 ? body(IntegerShape<32, 0, false, kFour>()) : body(IntegerShape<0, 0, false, kFour>());
     if (form.max_code <= 31 && form.group == 32) return body(IntegerShape<32, 0, false, kFive>());
+    if (form.zero == 128 && form.group == 32) return body(IntegerShape<32, 0, false, 0, true>());
+    if (form.zero == 128) return body(IntegerShape<0, 0, false, 0, true>());
   }
   if (form.group == 32) return body(IntegerShape<32>());
   body(IntegerShape<0>());
@@ -242,7 +253,7 @@ void with_shape(const IntegerForm& form, F&& body) {
 template <class L, class IntegerShape, int kCount, bool kSummed>
 void grouped_tile(const IntegerForm form, const IntegerTokens layout, const Panel& panel, int64_t first, int64_t size,
                   const char* x, int64_t x_bytes, float* __restrict sums, const int32_t* summed) {
-  using T = SumTile<L, kCount, kSummed, IntegerShape::kRun>;
+  using T = SumTile<L, IntegerShape, kCount, kSummed>;
   using S = typename L::Simd;
   constexpr int64_t kLanes = S::kWidth, kSumBytes = IntegerShape::kLeast ? 2 : 4;
   const int64_t group = IntegerShape::kGroup > 0 ? IntegerShape::kGroup : form.group;
@@ -257,7 +268,7 @@ void grouped_tile(const IntegerForm form, const IntegerTokens layout, const Pane
     for (int64_t k = 0; k < size; k += group, by += 4, group_sums += kSumBytes) {
       typename T::Sums sum;
       T::for_each([&](int c, int v) {
-        if constexpr (IntegerShape::kLeast) {
+        if constexpr (IntegerShape::kLeast || IntegerShape::kSigned) {
           sum[c][v] = L::zero();
         } else {
           const char* const minus = group_sums + c * x_bytes;
@@ -304,7 +315,7 @@ inline __attribute__((always_inline)) void take_lows(const char* part_sums, cons
 template <class L, class IntegerShape, int kCount, bool kSummed>
 void parted_tile(const IntegerTokens layout, const Panel& panel, int64_t first, int64_t size, const char* x,
                  int64_t x_bytes, float* __restrict sums, const int32_t* summed) {
-  using T = SumTile<L, kCount, kSummed, IntegerShape::kRun>;
+  using T = SumTile<L, IntegerShape, kCount, kSummed>;
   using S = typename L::Simd;
   constexpr int64_t kLanes = S::kWidth, kParts = IntegerShape::kGroup / IntegerShape::kPart,
                     kSumBytes = IntegerShape::kLeast ? 2 : 4;

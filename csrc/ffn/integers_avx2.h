@@ -31,6 +31,11 @@ struct Avx2Integers {
   }
   static V dot_words(V sum, V codes, V four) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, four)); }
   static V add_pairs(V sum, V words) { return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1))); }
+  static V as_signed(V codes) { return _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80))); }
+  static V magnitude(V codes) { return _mm256_abs_epi8(codes); }
+  static V dot_signed(V sum, V magnitudes, V codes, V four) {
+    return add_pairs(sum, _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(four, codes)));
+  }
   static __m256 floats(V sum) { return _mm256_cvtepi32_ps(sum); }
   static int32_t round(const float* from, int64_t size, float factor, bool pairs, int8_t* to) {
     if (size % 8 != 0 || factor == 0) return round_plainly(from, size, factor, pairs, to);
