@@ -88,8 +88,8 @@ void quantise(const Quantized& like, const void* x, int64_t x_bytes, int64_t cou
 }
 
 // What lanes L are: those of whole numbers beside those of float32 (Simd). kWords: products are made in pairs; those of
-// narrow codes L::dot_words sums in sixteen bits, and L::add_pairs adds the sums to those of thirty-two; those of signed
-// codes L::dot_signed adds at once.
+// narrow codes L::dot_words sums in sixteen bits, and L::add_pairs adds the sums to those of thirty-two; those of
+// signed codes L::dot_signed adds at once.
 
 // Multiplies as multiply_integers does without panels, or says that it does not.
 using StoredProducts = bool (*)(const Product&, const IntegerForm&, const IntegerTokens&, char* scratch, float* sums);
@@ -234,8 +234,8 @@ template <class L, class F>
 void with_shape(const IntegerForm& form, F&& body) {
   constexpr int64_t kFour = L::kWords ? run_of(15) : 0, kFive = L::kWords ? run_of(31) : 0,
                     kSix = L::kWords ? run_of(63) : 0;
-  if (form.least) return form.parted() ? body(IntegerShape<256, 32, true, kFive>())
-                                       : body(IntegerShape<32, 0, true, kFive>());
+  if (form.least)
+    return form.parted() ? body(IntegerShape<256, 32, true, kFive>()) : body(IntegerShape<32, 0, true, kFive>());
   if (form.parted()) return body(IntegerShape<256, 16, false, kSix>());
   if constexpr (L::kWords) {
     if (form.max_code <= 15)

@@ -309,8 +309,7 @@ struct Blocks {
     requires requires(const uint8_t* block) { Format::scale_in(block); }
   {
     const uint8_t* const block = block_of(q, row, k);
-    if constexpr (requires { Format::least_in(block); })
-      return {Format::scale_in(block), 0, Format::least_in(block)};
+    if constexpr (requires { Format::least_in(block); }) return {Format::scale_in(block), 0, Format::least_in(block)};
     return {Format::scale_in(block), Format::form(q).zero};
   }
 };

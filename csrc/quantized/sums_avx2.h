@@ -1,7 +1,7 @@
 // Rows of ggml's blocks times one float32 token, as they are unpacked, for AVX2 (ffn/kernel.inl). Internal linkage.
 //
-// Numbers are those of floats_avx2.h, to the bit: a scale of float16, or one times a step of at most eight bits, times a
-// code needs no rounding, so what is added to it may be added in the same instruction.
+// Numbers are those of floats_avx2.h, to the bit: a scale of float16, or one times a step of at most eight bits, times
+// a code needs no rounding, so what is added to it may be added in the same instruction.
 #pragma once
 
 #include "affine_avx2.h"
