@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
-from moelight.hrm.costs import PAGE_ALIGNMENT
+from moelight.hrm.costs import PAGE_ALIGNMENT, page_elements
 from moelight.hrm.footprint import WHOLE_EXPERTS
 from moelight.profiles.model import AttentionSpec, ExpertSpec, LatentSpec, LayerSpec, ModelProfile, RouterSpec
 from moelight.profiles.names import MIXTRAL_STYLE
+from moelight.profiles.stored import StoredWeights
 from moelight.profiles.tensor_list import pages
 from moelight.scheduler.layout import Layout, MicroBatchShape, layout_of
 from moelight.scheduler.requirements import misfit
@@ -55,6 +56,13 @@ def small_model(
         dense_intermediate_size=0 if all(moe_layers) else 16,
         names=MIXTRAL_STYLE,
     )
+
+
+def with_pages(model: ModelProfile, sizes: Sequence[int]) -> ModelProfile:
+    """``model``, quantised, with pages of ``sizes`` bytes in its layers with experts, one after another."""
+    left, count = iter(sizes), model.experts.num_experts
+    by_layer = [[next(left)] * count if has_experts else [] for has_experts in model.moe_layers]
+    return replace(model, stored=StoredWeights.of("uneven", "uneven", by_layer, page_elements(model), ()))
 
 
 def small_policy(model: ModelProfile, *, discrete: bool, resident: int = 0, host: int = 0) -> Policy:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner.contestants import WHOLE, EndedError, Work, gguf, random_work
+from runner.contestants import GGUF, WHOLE, EndedError, Work, gguf, random_work
 from runner.disk import direct_rate
 from runner.forms import converted
 from runner.limits import measure_base
@@ -38,7 +38,7 @@ CONVERTED = ("int4", "int8", "mxfp4", "fp8")  # other forms are types of GGUF fi
 def run(setting: Setting) -> dict[str, Any]:
     """Orders of ours, then the peers."""
     model, options = setting.big, setting.options
-    files = sorted(model.glob("*.safetensors"))
+    files = [model] if model.suffix == GGUF else sorted(model.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
     limit, base = size // 3, measure_base()
     memory = int((limit - base) / PLAN_SLACK)

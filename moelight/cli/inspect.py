@@ -107,6 +107,7 @@ def inspection_as_dict(
         "bytes": parts.total_bytes,
         "bytes_by_kind": {kind: size for kind, size in parts.bytes.items() if size},
         "page_bytes": parts.page_bytes,
+        "mean_page_bytes": parts.mean_page_bytes,
         "pages": parts.pages,
         "kv_token_bytes": parts.kv_token_bytes,
         "state_bytes": parts.state_bytes,
@@ -137,8 +138,10 @@ def _print(model: ModelProfile, parts: Inventory, plan: Plan | None, least: dict
         "states of one sequence": parts.state_bytes or None,
         "more of one token": parts.state_token_bytes or None,
     }
+    differ = parts.mean_page_bytes < parts.page_bytes
+    up_to = f" on average, at most {format_bytes(parts.page_bytes)}" if differ else ""
     page = text(
-        f"{paged}: {format_bytes(parts.page_bytes)}, {parts.pages:,} of them; "
+        f"{paged}: {format_bytes(parts.mean_page_bytes)}{up_to}, {parts.pages:,} of them; "
         + "; ".join(f"{label}: {format_bytes(size)}" for label, size in sizes.items() if size)
     )
     show(

@@ -183,7 +183,7 @@ def _experts(model: str) -> ExpertSizes:
 
     profile = ask.load_model(model)
     layers, per_layer = profile.num_moe_layers, profile.experts.num_experts
-    return ExpertSizes(layers=layers, per_layer=per_layer, page_bytes=inventory(profile).page_bytes)
+    return ExpertSizes(layers=layers, per_layer=per_layer, page_bytes=inventory(profile).mean_page_bytes)
 
 
 def _explanation(

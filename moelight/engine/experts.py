@@ -102,7 +102,8 @@ class ExpertRuntime:
 def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:
     """The share of all experts of ``model`` that fit the capacity of ``experts``; raises ConfigError if none fits."""
     layers, experts_per_layer = model.num_moe_layers, model.experts.num_experts
-    return experts.slots(layers, experts_per_layer, costs.page_bytes(model, dtype)) / (layers * experts_per_layer)
+    page = costs.moved_page_bytes(model, costs.page_dtype(model, dtype))
+    return experts.slots(layers, experts_per_layer, page) / (layers * experts_per_layer)
 
 
 def choices_for(
@@ -149,7 +150,8 @@ def choices_for(
 
 
 def facts_of(model: ModelProfile, dtype: DType) -> ModelFacts:
-    """The facts that identify the model in profiles of its experts."""
+    """The properties of the model on which the residency of its experts depends, beside a computation in ``dtype``."""
+    stored = costs.page_dtype(model, dtype)
     facts = facts_of_model(
         model_type=model.model_type,
         moe_layers=model.num_moe_layers,
@@ -161,6 +163,7 @@ def facts_of(model: ModelProfile, dtype: DType) -> ModelFacts:
         moe_layers=model.moe_layers,
         num_experts=model.experts.num_experts,
         top_k=model.router.top_k,
-        page_bytes=costs.page_bytes(model, dtype),
+        page_bytes=costs.moved_page_bytes(model, stored),
         facts=facts,
+        slot_bytes=costs.page_slots_by_layer(model, stored),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -96,8 +96,7 @@ class LoadedModel:
             opened.callback(self.executor.close)
             stored = costs.page_dtype(self.profile, self.dtype)
             announced = footprint(self.profile, policy, dtype=self.dtype, page_dtype=stored)
-            slot_bytes = costs.page_slot_bytes(self.profile, stored)
-            arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages, slot_bytes=slot_bytes)
+            arenas = allocate_for(machine, announced, pinned_pages=self.layout.pinned_pages)
             tokens, hidden = pass_tokens(policy), self.profile.hidden_size
             residual = torch.float32 if self.dtype.pages else dtype
             self.hidden = typed(arenas["hidden"], residual, (tokens, hidden))
@@ -109,7 +108,7 @@ class LoadedModel:
                 top_k = self.profile.router.top_k
                 self.saved = SavedActivations.in_arena(arena, tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
             make_decoder = self._load_dense(source, arenas["dense"], policy)
-            self.pages = self._page_store(arenas, experts)
+            self.pages = self._page_store(arenas, announced.slots, experts)
             self.pager: RingPager | None = None
             if experts is not None and self.layout.streamed:
                 leave, remembers = experts.leave if policy.ffn_device == "split" else None, not experts.plain
@@ -143,7 +142,9 @@ class LoadedModel:
         self.weights = load_dense(source.weight_map, self.profile, arena, dtype, as_stored=keeps_stored)
         return partial(NativeDecoder, self.profile, self.weights, paged=paged, activations=activations)
 
-    def _page_store(self, arenas: Mapping[str, Tensor], experts: ExpertRuntime | None) -> PageStore:
+    def _page_store(
+        self, arenas: Mapping[str, Tensor], slots: Mapping[str, Sequence[int]], experts: ExpertRuntime | None
+    ) -> PageStore:
         profile, fast_tier = self.profile, self.placement.fast_tier
         return PageStore(
             arenas,
@@ -151,7 +152,7 @@ class LoadedModel:
             fast_tier=fast_tier,
             far=offloaded_pages(self.placement) if fast_tier == "device" else (),
             parts=self.layout.parts,
-            slot_bytes=costs.page_slot_bytes(profile, costs.page_dtype(profile, self.dtype)),
+            slots=slots,
             bytes_of=self._experts.bytes_of,
         )
 

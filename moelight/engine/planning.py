@@ -15,7 +15,7 @@ from moelight.core.units import format_bytes
 from moelight.engine.experts import resident_share
 from moelight.engine.options import EngineOptions
 from moelight.experts.options import ExpertOptions
-from moelight.hrm.costs import page_bytes, page_slot_bytes
+from moelight.hrm.costs import page_bytes, page_dtype, page_slot_bytes
 from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.hrm.placement import place_pages, with_residents
@@ -309,7 +309,7 @@ def _fit_ring(policy: Policy, model: ModelProfile, dtype: DType, before: Footpri
         over = sizes.bytes_of("experts") + sizes.bytes_of("ring") - max_bytes
         if over <= 0:
             return candidate
-        stay -= max(1, over // page_slot_bytes(model, dtype))
+        stay -= max(1, over // page_slot_bytes(model, page_dtype(model, dtype)))
     return None
 
 

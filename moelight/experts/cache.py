@@ -57,6 +57,13 @@ class Prefetch(NamedTuple):
     evictions: IntArray
 
 
+class SlotKinds(NamedTuple):
+    """Kinds, numbered from 0: of the slots that the experts of each of ``layers`` take, and of each of ``slots``."""
+
+    layers: Sequence[int]
+    slots: Sequence[int]
+
+
 COUNTERS = ("evictions", "expired", "pressed", "bypasses", "prefetched")  # scalar counters of `CacheStats`
 
 
@@ -223,7 +230,7 @@ _MANY = 16  # routed tokens per expert from which their count ranks experts as w
 
 
 class ExpertCache:
-    """Slots for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers together.
+    """Slots for ``capacity`` experts of ``num_layers`` x ``num_experts``, all layers of a kind together.
 
     The distinct ids of a batch are served in ascending order, resident ones before missing ones (with two evictions,
     residents of the first before those of the second); no expert of a batch is evicted for another one of it. A miss
@@ -234,6 +241,7 @@ class ExpertCache:
         rules: parameters of the evictions.
         predictor: a name of `STRATEGIES` or a `Prefetcher`; observes every batch, queried by `prefetch_ahead`.
         per_layer: each layer has a budget of its own, together ``capacity``.
+        kinds: of layers and their slots; None: any expert fits any slot.
         pins: experts to pin in every layer, as far as they fit (`preload`).
         ttl: accesses after which an expert without an access is evicted.
         pressure: threshold and headroom of memory pressure.
@@ -255,6 +263,7 @@ class ExpertCache:
         rules: EvictionRules | None = None,
         predictor: str | Prefetcher = "none",
         per_layer: PerLayerRules | None = None,
+        kinds: SlotKinds | None = None,
         pins: Iterable[int] = (),
         ttl: int | None = None,
         pressure: MemoryPressure | None = None,
@@ -278,8 +287,13 @@ class ExpertCache:
         # The same memory by key, and as a memoryview, which is faster for single items.
         self._flat_table = self._table.reshape(-1)
         self._slot_of = self._flat_table.data
-        self._free: list[int] = list(range(self.capacity))[::-1]
-        self._made = self.capacity  # largest number of slots so far
+        self._kinds = [0] * num_layers if kinds is None else list(kinds.layers)
+        slots = np.array([0] * self.capacity if kinds is None else kinds.slots, dtype=np.int64)
+        # The free slots of each kind, and the largest number of its slots so far.
+        self._free: list[list[int]] = [
+            np.flatnonzero(slots == kind)[::-1].tolist() for kind in range(max(self._kinds) + 1)
+        ]
+        self._made = [len(free) for free in self._free]
         self._leases: dict[int, int] = {}
         self._pinned: dict[int, None] = {}
         self._frequency = [0] * (num_layers * num_experts)
@@ -293,13 +307,14 @@ class ExpertCache:
         self._rebalanced = 0
         keys = [(layer, [layer * num_experts + int(e) for e in ids]) for layer, ids in future]
         self._pools: list[Eviction] = []  # of each layer
-        self._distinct: list[Eviction] = []  # one for all layers, or one for each
+        self._distinct: list[Eviction] = []  # one for all layers of a kind, or one for each
         if per_layer is not None and per_layer.allocation == "entropy":
             self._selections = Selections(num_layers, num_experts, per_layer.entropy_window)
-        shares = [self.capacity] if per_layer is None else self._shares(self.capacity).tolist()
+        shares = self._by_kind(self.capacity) if per_layer is None else self._shares(self.capacity).tolist()
+        pool_of = self._kinds if per_layer is None else range(num_layers)
         self._use(
             [
-                self._pool(share, at, [ids for layer, ids in keys if per_layer is None or layer == at])
+                self._pool(share, at, [ids for layer, ids in keys if pool_of[layer] == at])
                 for at, share in enumerate(shares)
             ]
         )
@@ -307,16 +322,16 @@ class ExpertCache:
 
     def _use(self, pools: list[Eviction]) -> None:
         self._distinct = pools
-        self._pools = pools if self.per_layer is not None else pools * self.num_layers
+        self._pools = pools if self.per_layer is not None else [pools[kind] for kind in self._kinds]
 
-    def _pool(self, capacity: int, layer: int, future: Sequence[Sequence[int]] = ()) -> Eviction:
+    def _pool(self, capacity: int, index: int, future: Sequence[Sequence[int]] = ()) -> Eviction:
         setting = EvictionContext(
             capacity=capacity,
             population=self.num_experts if self.per_layer is not None else self._flat_table.size,
             rules=self.rules,
             frequency=self._frequency,
             future=future,
-            first=layer * self.num_experts,
+            first=index * self.num_experts if self.per_layer is not None else 0,
             experts=self.num_experts,
         )
         pool = make_eviction(self.eviction, setting)
@@ -359,7 +374,7 @@ class ExpertCache:
 
     @property
     def budgets(self) -> list[int]:
-        """Slots of each layer, or one number if all layers share them."""
+        """Slots of each layer, or of each kind of layers that share them."""
         return [pool.capacity for pool in self._distinct]
 
     def lease(self, layer: int, ids: Iterable[int]) -> None:
@@ -414,11 +429,12 @@ class ExpertCache:
         return key in self._pinned or key in self._leases or key in self._last_batch
 
     def _place(self, keys: list[int]) -> list[int]:
-        """Assign free slots to ``keys``, which are resident from now on; return the slots."""
+        """Assign free slots to ``keys`` of one layer, which are resident from now on; return the slots."""
         if not keys:
             return []
-        slots = self._free[: -len(keys) - 1 : -1]
-        del self._free[-len(keys) :]
+        free = self._free_for(keys[0])
+        slots = free[: -len(keys) - 1 : -1]
+        del free[-len(keys) :]
         if len(keys) < _FEW:
             for key, slot in zip(keys, slots, strict=True):
                 self._slot_of[key] = slot
@@ -426,21 +442,26 @@ class ExpertCache:
             self._flat_table[keys] = slots
         return slots
 
+    def _free_for(self, key: int) -> list[int]:
+        """The free slots that ``key`` fits."""
+        return self._free[self._kinds[key // self.num_experts]]
+
     def _drain(self, pool: Eviction) -> None:
         """Free the slots of all keys that ``pool`` evicted."""
         gone, slot_of = pool.gone, self._slot_of
         if not gone:
             return
+        free = self._free_for(gone[0])
         if len(gone) < _FEW:
             for key in gone:
                 slot = slot_of[key]
                 slot_of[key] = -1
-                self._free.append(slot)
+                free.append(slot)
                 self._left_slots.append(slot)
         else:
             slots = self._flat_table[gone].tolist()
             self._flat_table[gone] = -1
-            self._free += slots
+            free += slots
             self._left_slots += slots
         self._left += gone
         if self._expiry is not None:
@@ -520,8 +541,8 @@ class ExpertCache:
         self.eviction = names
         self._frequency[:] = (self.stats.hits + self.stats.misses).reshape(-1).tolist()
         made = []
-        for layer, pool in enumerate(self._distinct):
-            fresh = self._pool(pool.capacity, layer)
+        for index, pool in enumerate(self._distinct):
+            fresh = self._pool(pool.capacity, index)
             pins = [key for key in self._pinned if self._pools[key // self.num_experts] is pool]
             residents = [*pool.order(), *pins]
             fresh.adopt(residents)
@@ -540,20 +561,39 @@ class ExpertCache:
         leased = {key for key in self._leases if self._slot_of[key] >= 0}
         if capacity < max(1, len(leased)):
             raise ValueError(f"{capacity=}: {len(leased)} experts are leased")
+        if len(self._made) > 1:  # no slot of a kind is added
+            capacity = min(capacity, sum(self._made))
         capacity = min(capacity, self._table.size)
-        self._free[:0] = range(capacity - 1, self._made - 1, -1)
-        self._made = max(self._made, capacity)
+        self._free[0][:0] = range(capacity - 1, sum(self._made) - 1, -1)
+        self._made[0] += max(0, capacity - sum(self._made))
         if self.per_layer is None:
-            for layer, expert in self.pinned[::-1]:
-                if len(leased | self._pinned.keys()) <= capacity:
-                    break
-                self.unpin(layer, expert)
-            self._pools[0].resize(capacity)
-            self._drain(self._pools[0])
+            for kind, share in enumerate(self._by_kind(capacity)):
+                self._resize(kind, share, leased)
         else:
             self._apply(self._shares(capacity))
         self.capacity = capacity
         return self._notify()
+
+    def _resize(self, kind: int, capacity: int, leased: Collection[int]) -> None:
+        """`resize` the pool of one kind; ``leased``: resident keys of any kind."""
+        for layer, expert in self.pinned[::-1]:
+            guarded = {key for key in {*leased, *self._pinned} if self._kinds[key // self.num_experts] == kind}
+            if len(guarded) <= capacity:
+                break
+            if self._kinds[layer] == kind:
+                self.unpin(layer, expert)
+        self._distinct[kind].resize(capacity)
+        self._drain(self._distinct[kind])
+
+    def _by_kind(self, total: int) -> list[int]:
+        """The slots of each kind, ``total`` in all: in proportion to their numbers, with room for leased experts."""
+        if len(self._made) == 1:
+            return [total]
+        made = np.array(self._made)
+        leased = [self._kinds[key // self.num_experts] for key in self._leases if self._slot_of[key] >= 0]
+        least = np.bincount(np.array(leased, np.int64), minlength=len(made))
+        shares: list[int] = share_out(total, made.astype(float), least, made).tolist()
+        return shares
 
     def rebalance(self) -> None:
         """If layers have budgets, redistribute the slots by the entropy of the layers' recent accesses."""
@@ -562,7 +602,8 @@ class ExpertCache:
             self._apply(self._shares(self.capacity))
 
     def _shares(self, total: int) -> IntArray:
-        """Budgets int64 [L] that sum to ``total``, each with room for the layer's pinned and leased experts."""
+        """Budgets int64 [L] that sum to ``total``, those of a kind to its slots, each with room for the layer's pinned
+        and leased experts."""
         rules = self.per_layer
         if rules is None:
             raise ValueError("no budgets of layers")
@@ -575,7 +616,11 @@ class ExpertCache:
                 least[layer], min(pool.capacity, guarded + -(-guarded // 3))
             )  # slru protects three of four
         weights = np.ones(layers) if self._selections is None else self._selections.entropies()
-        return share_out(total, weights, least, maximum)
+        shares, kinds = np.zeros(layers, np.int64), np.array(self._kinds)
+        for kind, slots in enumerate(self._by_kind(total)):
+            rows = kinds == kind
+            shares[rows] = share_out(slots, weights[rows], least[rows], maximum[rows])
+        return shares
 
     def _apply(self, shares: IntArray) -> None:
         """Set new budgets: layers that shrink first, then layers that grow."""
@@ -650,7 +695,7 @@ class ExpertCache:
 
     def _bring(self, pool: Eviction, keys: list[int], scores: list[float], admit: bool) -> list[int]:
         """Return the slot of each missing key, -1 for a bypass. Slots are assigned after all evictions."""
-        if not admit:
+        if not (admit and pool.capacity):
             self._pass_by(pool, keys)
             return [-1] * len(keys)
         brought = pool.admit_all(keys, scores)
@@ -702,7 +747,7 @@ class ExpertCache:
         loaded, slots = [], []
         for expert in ids:
             key = self._key(layer, expert)
-            if self._slot_of[key] >= 0:
+            if self._slot_of[key] >= 0 or not pool.capacity:
                 continue
             brought = pool.admit(key, 1.0, asked=False)
             self._drain(pool)
@@ -744,7 +789,13 @@ class ExpertCache:
 
     @classmethod
     def of(
-        cls, policy: ExpertPolicy, *, num_layers: int, num_experts: int, page_bytes: int | None = None
+        cls,
+        policy: ExpertPolicy,
+        *,
+        num_layers: int,
+        num_experts: int,
+        page_bytes: int | None = None,
+        kinds: SlotKinds | None = None,
     ) -> ExpertCache:
         """Return the cache that ``policy`` describes; a capacity in bytes needs ``page_bytes`` of one expert."""
         rules = policy.cache
@@ -761,6 +812,7 @@ class ExpertCache:
             ),
             predictor=Prefetcher(policy.prefetch, num_layers=num_layers, num_experts=num_experts),
             per_layer=policy.per_layer,
+            kinds=kinds,
             pins=rules.pin,
             ttl=rules.ttl,
             pressure=None if rules.memory_threshold is None else MemoryPressure.of(rules, rules.memory_threshold),
@@ -793,7 +845,7 @@ class ExpertCache:
             return hit
         keys = at * self.num_experts + which
         # Runs of consecutive accesses to the same pool.
-        cuts = [0, len(at)] if self.per_layer is None else [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(at)]
+        cuts = [0, len(at)] if len(self._distinct) == 1 else [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(at)]
         for begin, end in pairwise(cuts):
             if begin < end:
                 run = None if weights is None else weights[begin:end].tolist()
@@ -812,7 +864,7 @@ class ExpertCache:
 
     def _each(self, pool: Eviction, keys: list[int], scores: list[float] | None) -> list[bool]:
         """Serve the accesses of `access_each` in one pool; return which were hits. The caller updates the counters."""
-        touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free
+        touch, admit, gone, slot_of, free = pool.touch, pool.admit, pool.gone, self._slot_of, self._free_for(keys[0])
         counted, begins, frequency = pool.uses_frequency, pool.has_begin, self._frequency
         left, left_slots = self._left.append, self._left_slots.append
         answers: list[bool] = []

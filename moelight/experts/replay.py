@@ -39,7 +39,7 @@ class Shape:
         return cls(
             layers=tuple(np.flatnonzero(model.moe_layers).tolist()),
             num_experts=model.experts.num_experts,
-            page_bytes=costs.page_bytes(model, costs.page_dtype(model, dtype_named(model.dtype))),
+            page_bytes=costs.moved_page_bytes(model, costs.page_dtype(model, dtype_named(model.dtype))),
             top_k=model.router.top_k,
         )
 

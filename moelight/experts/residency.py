@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.experts.adapt import AdaptRules, Monitor
-from moelight.experts.cache import COUNTERS, Access, ExpertCache, MemoryPressure, Prefetch
+from moelight.experts.cache import COUNTERS, Access, ExpertCache, MemoryPressure, Prefetch, SlotKinds
 from moelight.experts.eviction import FloatArray, IntArray
 from moelight.experts.policy import MODES, PRESSURE_THRESHOLD, Action, Capacity, ExpertPolicy, ScheduleRules
 from moelight.experts.predict import Transitions, likeliest
@@ -267,6 +267,7 @@ class Residency:
         counted: ActivationProfile | None = None,
         batch: int = 1,
         most_slots: int | None = None,
+        kinds: SlotKinds | None = None,
     ) -> None:
         """Create the components.
 
@@ -276,9 +277,12 @@ class Residency:
             profile: profile of this model to start from.
             batch: tokens of a pass.
             most_slots: largest number of slots that will be allocated (None: no limit).
+            kinds: of layers and their slots; None: any expert fits any slot.
         """
         self.policy, self.counted = policy, counted
-        self.cache = ExpertCache.of(policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes)
+        self.cache = ExpertCache.of(
+            policy, num_layers=num_layers, num_experts=num_experts, page_bytes=page_bytes, kinds=kinds
+        )
         self._sizing: SlotPlan | None = None  # experts per token not given
         if active is not None:
             slots = self.cache.capacity
@@ -301,7 +305,8 @@ class Residency:
         self.begin_with = np.array(self.cache.preload, dtype=np.int64).reshape(-1, 3)
         if profile is None:
             return
-        wanted = profile.residents(self.cache.capacity if policy.per_layer is None else np.array(self.cache.budgets))
+        max_residents = self.cache.capacity if kinds is None else num_layers * num_experts
+        wanted = profile.residents(max_residents if policy.per_layer is None else np.array(self.cache.budgets))
         self.begin_with = np.concatenate([self.begin_with, self.cache.fill(wanted)])
         totals = profile.counts.sum(axis=1, keepdims=True)
         if active and totals.all():

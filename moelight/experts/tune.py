@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Decimal
@@ -243,19 +244,20 @@ def room_for_experts(model: ModelProfile, hardware: HardwareProfile, batch_size:
         "keys and values": sizes.kv_tokens * costs.kv_token_bytes(model, dtype),
         "work": working,
     }
-    page = costs.page_slot_bytes(model, costs.page_dtype(model, dtype))
-    ring = _ring_pages(model, (capacity - sum(taken.values()) - RESERVE_BYTES) // page)
-    return ExpertMemory(tier=tier.name, capacity_bytes=capacity, taken={**taken, "pages on their way": ring * page})
+    page_dtype = costs.page_dtype(model, dtype)
+    page, in_ring = costs.mean_slot_bytes(model, page_dtype), costs.page_slot_bytes(model, page_dtype)
+    ring = _ring_pages(model, int((capacity - sum(taken.values()) - RESERVE_BYTES) // page), in_ring / page)
+    return ExpertMemory(tier=tier.name, capacity_bytes=capacity, taken={**taken, "pages on their way": ring * in_ring})
 
 
-def _ring_pages(model: ModelProfile, pages: int) -> int:
-    """Ring slots out of ``pages`` (`hrm.footprint.ring_slots`): two layers of offloaded pages, and at least one whole
-    layer, since any page may be offloaded; 0 if all pages fit."""
+def _ring_pages(model: ModelProfile, pages: int, size: float) -> int:
+    """Ring slots, each as large as ``size`` others, out of ``pages`` (`hrm.footprint.ring_slots`): two layers of
+    offloaded pages, and at least one whole layer, since any page may be offloaded; 0 if all pages fit."""
     layers, experts = model.num_moe_layers, model.experts.num_experts
     if pages >= layers * experts:
         return 0
     rings = ((count, max(experts, 2 * (experts - count))) for count in range(experts - 1, -1, -1))
-    return next((ring for count, ring in rings if layers * count + ring <= pages), 2 * experts)
+    return next((ring for count, ring in rings if layers * count + size * ring <= pages), 2 * experts)
 
 
 def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, batch_size: int = 1) -> AutoPolicy:
@@ -264,7 +266,7 @@ def auto_policy(model: ModelProfile, hardware: HardwareProfile, *, name: str, ba
     machine = MachineCosts(model, hardware)
     room = room_for_experts(model, hardware, batch_size)
     layers, experts, active = model.num_moe_layers, model.experts.num_experts, model.router.top_k
-    page = costs.page_slot_bytes(model, costs.page_dtype(model, dtype_named(model.dtype)))
+    page = math.ceil(costs.mean_slot_bytes(model, costs.page_dtype(model, dtype_named(model.dtype))))
     plan = plan_slots(
         layers=layers,
         num_experts=experts,

@@ -73,9 +73,29 @@ def moved_page_bytes(model: ModelProfile, dtype: DType) -> int:
     return page_bytes(model, dtype)
 
 
+def moved_bytes_by_layer(model: ModelProfile, dtype: DType) -> tuple[int, ...]:
+    """`moved_page_bytes` of each layer; the average of all where experts of one layer differ."""
+    stored = model.stored
+    if stored is None or dtype != stored.dtype or stored.mixed:
+        return (moved_page_bytes(model, dtype),) * model.num_layers
+    return stored.pages
+
+
 def page_slot_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of one expert page in an arena: whole memory pages, so that direct I/O can read into the slot."""
+    """Bytes of the slot of any expert page in an arena: whole memory pages, so that direct I/O can read into it."""
     return align_up(page_bytes(model, dtype), PAGE_ALIGNMENT)
+
+
+def page_slots_by_layer(model: ModelProfile, dtype: DType) -> tuple[int, ...]:
+    """Bytes of the slot of a page of each layer: `page_slot_bytes` of the layer's largest page; 0 without experts."""
+    if model.stored is not None and dtype == model.stored.dtype:
+        return tuple([align_up(size, PAGE_ALIGNMENT) for size in model.stored.pages])
+    return tuple([page_slot_bytes(model, dtype) * has_experts for has_experts in model.moe_layers])
+
+
+def mean_slot_bytes(model: ModelProfile, dtype: DType) -> float:
+    """Bytes of the slot of a page on average."""
+    return sum(page_slots_by_layer(model, dtype)) / max(model.num_moe_layers, 1)
 
 
 def page_parts(size: int, max_bytes: int = PART_BYTES) -> tuple[range, ...]:

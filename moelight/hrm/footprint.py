@@ -10,6 +10,7 @@ policies whose counts may be arrays, of many candidates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +63,13 @@ WHOLE_EXPERTS = ("module",)  # schedules in which experts run once over the whol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaSize:
-    """Size of one named region: ``purpose`` on ``tier``."""
+    """Size of one named region: ``purpose`` on ``tier``. ``slots``: of one that holds expert pages, the bytes of its
+    slots, in order."""
 
     purpose: str
     tier: str
     bytes: int
+    slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,22 +84,31 @@ class Footprint:
     def bytes_of(self, purpose: str) -> int:
         return sum(arena.bytes for arena in self.arenas if arena.purpose == purpose)
 
+    @property
+    def slots(self) -> dict[str, tuple[int, ...]]:
+        """The bytes of the slots of every region that holds expert pages."""
+        return {arena.purpose: arena.slots for arena in self.arenas if arena.slots}
+
 
 def footprint(model: ModelProfile, policy: Policy, *, dtype: DType, page_dtype: DType | None = None) -> Footprint:
-    """All regions of ``policy``, which is resolved (``kv_tokens`` above 0); ``page_dtype`` (of experts): if not that of
-    ``dtype``."""
+    """All regions of ``policy``, which is resolved (``kv_tokens`` above 0); ``page_dtype``: of experts, if they are not
+    in their stored format, else in that of ``dtype``."""
     placement = place_pages(model, policy)
-    slot = costs.page_slot_bytes(model, page_dtype or dtype)
     fixed = {key: int(size) for key, size in fixed_bytes(model, policy, dtype=dtype).items()}
     device_blocks = kv_device_blocks(policy)
     kv_block = kv_block_bytes(model, policy, dtype)
     fixed["kv", "host"] = (int(kv_blocks(policy)) - device_blocks) * kv_block
     if device_blocks:
         fixed["device_kv", "device"] = device_blocks * kv_block
-    for purpose, tier, slots in page_slots(placement):
-        fixed[purpose, tier] = slots * slot
+    slots = page_slot_sizes(placement, costs.page_slots_by_layer(model, page_dtype or costs.page_dtype(model, dtype)))
+    fixed |= {key: sum(sizes) for key, sizes in slots.items()}
     ordered = sorted(fixed.items(), key=lambda item: _ORDER.index(item[0][0]))
-    return Footprint(arenas=tuple(ArenaSize(purpose=name, tier=tier, bytes=size) for (name, tier), size in ordered))
+    return Footprint(
+        arenas=tuple(
+            ArenaSize(purpose=purpose, tier=tier, bytes=size, slots=slots.get((purpose, tier), ()))
+            for (purpose, tier), size in ordered
+        )
+    )
 
 
 _ORDER = (
@@ -162,6 +174,19 @@ def page_slots(placement: Placement) -> tuple[tuple[str, str, int], ...]:
         slots.append(("host_experts", "host", len(offloaded_pages(placement))))
         slots.append(("pinned_ring", "host", pinned_slots(placement)))
     return tuple(slots)
+
+
+def page_slot_sizes(placement: Placement, by_layer: Sequence[int]) -> dict[tuple[str, str], tuple[int, ...]]:
+    """The bytes of the slots of every region that holds pages, by (purpose, tier), where a page of each layer takes
+    ``by_layer``. A page that stays has a slot of its layer's size; those through which pages of all layers pass have
+    the largest."""
+    staying = {"experts": placement.resident, "host_experts": offloaded_pages(placement)}
+    return {
+        (purpose, tier): tuple([by_layer[page.layer] for page in staying[purpose]])
+        if purpose in staying
+        else (max(by_layer),) * count
+        for purpose, tier, count in page_slots(placement)
+    }
 
 
 def offloaded_pages(placement: Placement) -> tuple[Page, ...]:

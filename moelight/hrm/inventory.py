@@ -21,8 +21,9 @@ ENDS, ATTENTION, DENSE_LAYERS, SHARED, EXPERTS = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
     """Parameters and bytes of a model by kind, experts in ``dtype``. ``active``: parameters that one token uses,
-    embedding and head included. ``kv_token_bytes``: over all layers; ``state_bytes`` of a sequence and
-    ``state_token_bytes`` of each of its tokens, both beside the paged cache, likewise."""
+    embedding and head included. ``page_bytes``: of the largest page; ``mean_page_bytes``: of one on average.
+    ``kv_token_bytes``: over all layers; ``state_bytes`` of a sequence and ``state_token_bytes`` of each of its tokens,
+    both beside the paged cache, likewise."""
 
     dtype: str
     parameters: dict[str, int]
@@ -30,6 +31,7 @@ class Inventory:
     bytes: dict[str, int]
     pages: int
     page_bytes: int
+    mean_page_bytes: int
     kv_token_bytes: int
     state_bytes: int
     state_token_bytes: int
@@ -71,6 +73,7 @@ def inventory(model: ModelProfile, *, weight_dtype: DType | None = None, kv_dtyp
         bytes={**sizes, EXPERTS: in_all},
         pages=pages,
         page_bytes=page_bytes,
+        mean_page_bytes=costs.moved_page_bytes(model, page_dtype),
         kv_token_bytes=costs.kv_token_bytes(model, cache_dtype),
         state_bytes=state_bytes,
         state_token_bytes=state_token_bytes,

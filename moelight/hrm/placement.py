@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
@@ -112,6 +112,18 @@ def turn_pages(ring_pages: Any) -> Any:
 GOLDEN = (5**0.5 - 1) / 2
 
 
+def in_turn(layers: Iterable[int]) -> list[int]:
+    """``layers`` in the order in which a tier holds a page more of them."""
+    return sorted(layers, key=lambda layer: layer * GOLDEN % 1.0)
+
+
+def unevenness(by_layer: Sequence[int]) -> float:
+    """The most by which the bytes of pages that follow each other in the order of placement differ from as many of
+    average size, where a page of each layer takes ``by_layer`` (0: the layer has none)."""
+    sizes = np.array([by_layer[layer] for layer in in_turn(np.flatnonzero(by_layer).tolist())], dtype=float)
+    return float(np.ptp(np.append(np.cumsum(sizes - sizes.mean()), 0.0))) if sizes.size else 0.0
+
+
 def resident_tier(policy: Policy) -> str:
     """The tier whose pages the processor of the experts reads in place."""
     return "host" if policy.ffn_device == "cpu" else "device"
@@ -130,7 +142,7 @@ def place_pages(model: ModelProfile, policy: Policy) -> Placement:
 @lru_cache(maxsize=256)
 def _place(model: ModelProfile, weights: Shares, cpu_experts: float, fast_tier: str) -> Placement:
     every = pages(model)
-    layers = sorted({page.layer for page in every}, key=lambda layer: layer * GOLDEN % 1.0)
+    layers = in_turn({page.layer for page in every})
     turn = {layer: index for index, layer in enumerate(layers)}
     on_device = round(weights.device * len(every))
     on_host = round((weights.device + weights.host) * len(every)) - on_device

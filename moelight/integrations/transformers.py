@@ -232,12 +232,11 @@ class Attachment:
         self.model, self.policy, self.reason = model, policy, reason
         layers = self._layers = moe_layers(model)
         residency, max_slots = residency_of(policy, model, layers)
-        page_bytes = _slot_bytes(layers)
-        slots = _slots(max_slots + STAGED, page_bytes, layers[0].device)
-        self._store = _store(home, directory, layers, page_bytes)
+        slots = _slots(max_slots + STAGED, _slot_bytes(layers), layers[0].device)
+        self._store = _store(home, directory, layers)
         self.pager = SlotPager(residency, self._store, slots)
         self.resident_bytes = slots.numel()
-        self.offloaded_bytes = sum(layer.num_experts for layer in layers) * page_bytes
+        self.offloaded_bytes = sum(layer.num_experts * _slot_bytes([layer]) for layer in layers)
         weakref.finalize(self.pager, self._store.close)
         self._detaching = threading.Lock()
         with ExitStack() as undo:
@@ -288,7 +287,7 @@ class Attachment:
                 "placement": {
                     "home": self._store.where,
                     "transfers": moved.pages,
-                    "bytes": moved.pages * self.pager.slots.shape[1],
+                    "bytes": moved.bytes,
                     "transfer_s": self._store.busy_s,
                     "stall_s": moved.stall_s,
                     "streamed": moved.streamed,
@@ -335,8 +334,9 @@ def _slots(count: int, slot_bytes: int, device: torch.device) -> Tensor:
 _STORES = ("disk", "memory")
 
 
-def _store(home: str | None, directory: str | Path | None, layers: list[MoeLayer], slot_bytes: int) -> OffloadStore:
+def _store(home: str | None, directory: str | Path | None, layers: list[MoeLayer]) -> OffloadStore:
     device, experts = layers[0].device, [layer.num_experts for layer in layers]
+    slot_bytes = [_slot_bytes([layer]) for layer in layers]
     if home is not None and home not in _STORES:
         raise ConfigError(f"home {home!r}: known are {', '.join(_STORES)}{did_you_mean(home, _STORES)}")
     if home == "disk" and not Device(device).host:

@@ -31,6 +31,13 @@ class PagedExperts:
         ids = set(self._layout_ids[layer])
         return ids.pop() if len(ids) == 1 else None
 
+    def holding(self, layout_id: int, memory: Sequence[Tensor]) -> list[Tensor]:
+        """``memory`` for pages of the layout ``layout_id``: in place of any that is too short to hold one the first
+        that is not; empty if all are too short."""
+        size = self._pages.sizes[layout_id]
+        first = next((page for page in memory if page.numel() >= size), None)
+        return [] if first is None else [page if page.numel() >= size else first for page in memory]
+
     def of_layout(self, layout_id: int, pages: Sequence[Tensor]) -> list[Expert]:
         """The experts whose ``pages`` have the layout ``layout_id``."""
         return [self._expert(layout_id, page) for page in pages]

@@ -322,8 +322,10 @@ def _least_mu(problem: Problem, boxes: _Boxes) -> Any:
 
 def _most_room(problem: Problem, smallest: Candidates, boxes: _Boxes, most_tokens: Any) -> FreeMemory:
     """The free memory of the smallest candidate of each box, plus what another candidate saves where use does not grow
-    with size: cache buffers, which fall with N, and the gathered context, not needed if T exceeds the context."""
+    with size: cache buffers, which fall with N, and the gathered context, not needed if T exceeds the context. Where
+    pages differ, those that are placed may be the smallest."""
     free, model, cost_model = free_memory(problem, smallest), problem.model, smallest.cost_model
+    free = replace(free, uneven_bytes=-free.uneven_bytes)
     none = replace(smallest, kv_tokens=np.zeros_like(smallest.kv_tokens))
     context = np.minimum(smallest.kv_tokens, model.max_positions)
     gathered = transient_bytes(model, smallest, cost_model.dtype) - transient_bytes(model, none, cost_model.dtype)

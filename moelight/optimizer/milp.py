@@ -88,8 +88,8 @@ def solve(problem: Problem, candidate: Candidates) -> Solution | None:
 def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:
     """Limits: every page is placed, and every tier holds its pages and blocks. In slots, to keep numbers small."""
     block = free.kv_block_bytes / free.slot_bytes
-    device, host = float(free.device) / free.slot_bytes, float(free.host) / free.slot_bytes
     kv = int(free.kv_blocks) * block
+    device, host = (float(left - free.uneven_bytes) / free.slot_bytes for left in (free.device, free.host))
     integer_program.add(
         {"resident": 1, "from_host": 1, "from_disk": 1, "computed": 1}, least=free.pages, maximum=free.pages
     )
@@ -97,9 +97,10 @@ def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerPr
     integer_program.add({"from_disk": 1, "reads": -free.pages}, maximum=0)
     ring, taken = _rings(candidate, free, integer_program)
     integer_program.add({"from_disk": 1}, maximum=free.disk // free.page_bytes)
-    if candidate.attention_device == "cpu":  # whole slots on both sides, so nothing is lost to the solver's tolerance
+    if candidate.attention_device == "cpu":
         integer_program.add({"device_blocks": 1}, maximum=0)
         block = 0.0
+    if candidate.attention_device == "cpu" and free.ring_slot == 1:  # whole slots, so the tolerance loses nothing
         device, host = float(math.floor(device)), float(math.floor(host - kv))
     else:
         device, host = device - _TOLERANCE, host - kv - _TOLERANCE
@@ -107,14 +108,16 @@ def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerPr
         integer_program.add({"resident": 1, **ring, "device_blocks": -block}, maximum=host - taken)
         if candidate.residents == "learned" and not candidate.discrete:  # the ring holds a layer
             integer_program.add(
-                {"resident": 1, "reads": free.pages // free.layers, "device_blocks": -block}, maximum=host
+                {"resident": 1, "reads": free.ring_slot * (free.pages // free.layers), "device_blocks": -block},
+                maximum=host,
             )
         integer_program.add({"from_host": 1, "computed": 1}, maximum=0)
         if candidate.discrete:
             integer_program.add({"device_blocks": block}, maximum=device)
         return
     integer_program.add({"resident": 1, **ring, "device_blocks": block}, maximum=device - taken)
-    integer_program.add({"from_host": 1, "computed": 1, "pinned": 1, "device_blocks": -block}, maximum=host)
+    on_host = {"from_host": 1, "computed": 1, "pinned": free.ring_slot, "device_blocks": -block}
+    integer_program.add(on_host, maximum=host)
     if candidate.ffn_device != "split":
         integer_program.add({"computed": 1}, maximum=0)
 
@@ -122,19 +125,19 @@ def _memory(candidate: Candidates, free: FreeMemory, integer_program: _IntegerPr
 def _rings(
     candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram
 ) -> tuple[Mapping[str, float], float]:
-    """The slots of the ring, as a sum of variables and a number; and the limits of the pinned ring. A ring smaller than
-    two layers, and its pinned ring, are taken whole, whatever streams."""
+    """The ring in slots of average size, as a sum of variables and a number; and the limits of the pinned ring. A ring
+    smaller than two layers, and its pinned ring, are taken whole, whatever streams."""
     pinned_pages, experts = candidate.cost_model.pinned_pages, free.pages // free.layers
     ring = int(ring_of(candidate.cost_model.model, candidate.ring_pages))
     if ring < 2 * experts:
         integer_program.add(
             {"pinned": 1, **({"reads": -ring} if pinned_pages else {})}, least=0 if pinned_pages else ring
         )
-        return {}, ring
+        return {}, free.ring_slot * ring
     if not pinned_pages:
         integer_program.add({"pinned": 1, "per_layer": -1}, least=0)
     integer_program.add({"pinned": 1, "per_layer": -2, "reads": -2 * free.pages}, least=-2 * free.pages)
-    return {"per_layer": 2}, 0
+    return {"per_layer": 2 * free.ring_slot}, 0
 
 
 def _fixed(problem: Problem, candidate: Candidates, free: FreeMemory, integer_program: _IntegerProgram) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from moelight.core.dtypes import BFLOAT16, FLOAT16, DType, computed_in, dtype_named
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
-from moelight.hrm.costs import page_bytes
 from moelight.hrm.estimate import cost_model_of, estimate
 from moelight.hrm.footprint import Footprint, footprint
 from moelight.hrm.machine_model import speeds_of
@@ -200,8 +199,8 @@ def memory_of(
         total = tier_bytes(hardware, tier, limits)
         purposes = [(arena.purpose, arena.bytes) for arena in taken.arenas if arena.tier == tier and arena.bytes]
         if tier == "disk" and (streamed := len(place_pages(problem.model, policy).on("disk"))):
-            page_dtype = cost_model_of(problem.model, policy, problem.speeds, problem.dtype).page_dtype
-            purposes = [("disk_experts", streamed * page_bytes(problem.model, page_dtype))]
+            page = cost_model_of(problem.model, policy, problem.speeds, problem.dtype).page_bytes()
+            purposes = [("disk_experts", streamed * page)]
         if total > capacity and tier in SYSTEM_SHARE:  # a checkpoint may bound the disk, but reserves nothing
             purposes.append(("system", total - capacity))
         if total:

@@ -16,6 +16,7 @@ import numpy as np
 from moelight.hrm import costs
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, kv_blocks, kv_buffer_tokens
 from moelight.hrm.pass_cost import PlacementCounts, ring_of
+from moelight.hrm.placement import unevenness
 from moelight.optimizer.problem import Candidates, Problem
 
 # With more of the cache on the device more pages stream, whose pinned ring takes more of host memory, and so on: three
@@ -26,7 +27,9 @@ RING_ROUNDS = 4
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeMemory:
     """Bytes left on each tier after everything of fixed placement, for each candidate; ``kv_blocks`` blocks and
-    ``pages`` pages, each in a slot of ``slot_bytes``, are still to be placed."""
+    ``pages`` pages are still to be placed, of ``page_bytes`` on average, in slots of ``slot_bytes`` on average, from
+    which those of the pages that a tier holds differ by at most ``uneven_bytes`` in all. A slot of a ring takes
+    ``ring_slot`` times the average."""
 
     device: Any
     host: Any
@@ -35,8 +38,14 @@ class FreeMemory:
     kv_block_bytes: int
     pages: int
     layers: int
-    slot_bytes: int
+    slot_bytes: float
+    uneven_bytes: float
+    ring_slot: float
     page_bytes: int
+
+    def slots(self, left: Any) -> Any:
+        """Slots of average size in ``left`` bytes of one tier, such that as many pages fit whichever they are."""
+        return np.floor((left - self.uneven_bytes) / self.slot_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +62,8 @@ def free_memory(problem: Problem, candidates: Candidates) -> FreeMemory:
     model, cost_model = problem.model, candidates.cost_model
     left = {tier: float(size) for tier, size in problem.capacity_bytes.items()}
     taken = fixed_bytes(model, candidates, dtype=cost_model.dtype)
+    page_dtype = cost_model.page_dtype
+    slot_bytes = costs.mean_slot_bytes(model, page_dtype)
     for (_, tier), size in taken.items():
         left[tier] = left[tier] - size
     return FreeMemory(
@@ -63,8 +74,10 @@ def free_memory(problem: Problem, candidates: Candidates) -> FreeMemory:
         kv_block_bytes=kv_block_bytes(model, candidates, cost_model.dtype),
         pages=problem.pages,
         layers=model.num_moe_layers,
-        slot_bytes=costs.page_slot_bytes(model, cost_model.page_dtype),
-        page_bytes=costs.page_bytes(model, cost_model.page_dtype),
+        slot_bytes=slot_bytes,
+        uneven_bytes=unevenness(costs.page_slots_by_layer(model, page_dtype)),
+        ring_slot=costs.page_slot_bytes(model, page_dtype) / slot_bytes,
+        page_bytes=costs.moved_page_bytes(model, page_dtype),
     )
 
 
@@ -117,7 +130,7 @@ def _fill_beside(
     def host_slots(spared: Any) -> Any:
         """Slots of host memory beside the cache, of which ``spared`` blocks are elsewhere."""
         spared = spared if off_host is None else np.ceil(free.kv_blocks * off_host)
-        return np.floor((free.host - (free.kv_blocks - spared) * free.kv_block_bytes) / free.slot_bytes)
+        return free.slots(free.host - (free.kv_blocks - spared) * free.kv_block_bytes)
 
     on_disk, on_host = (problem.fixed_pages(f"weights.{tier}") or 0 for tier in ("disk", "host"))
     if candidates.ffn_device == "cpu":
@@ -128,21 +141,24 @@ def _fill_beside(
         from_host = np.zeros_like(resident)
         fits &= device >= 0
     else:
-        slots, elsewhere = np.floor(device / free.slot_bytes), on_disk + np.maximum(on_host - computed, 0)
+        slots, elsewhere = free.slots(device), on_disk + np.maximum(on_host - computed, 0)
         resident, ring, fits = _resident(pages, free, slots, problem.fixed_pages("weights.device"), elsewhere, max_ring)
         fewer = resident > candidates.resident  # the others stream through the ring
         resident = np.where(fewer, candidates.resident, resident)
         ring = np.where(fewer, _ring(pages - resident, free, max_ring), ring)
-        fits &= resident + ring <= slots
-        left = np.clip(np.floor((device - (resident + ring) * free.slot_bytes) / free.kv_block_bytes), 0, np.inf)
+        taken = resident + free.ring_slot * ring
+        fits &= taken <= slots
+        left = device - free.uneven_bytes - taken * free.slot_bytes
+        left = np.clip(np.floor(left / free.kv_block_bytes), 0, np.inf)
         more = np.minimum(left, free.kv_blocks - cache) if candidates.attention_device == "gpu" else 0
         on_device = cache + np.where(np.isnan(device_kv), more, 0)
         slots = host_slots(on_device) - held
         staged = np.minimum(np.ceil((pages - resident) / free.layers), ring)
-        from_host = _from_host(problem, candidates, pages - resident, slots, (staged, ring), computed, held)
+        pinned = free.ring_slot * staged, free.ring_slot * ring
+        from_host = _from_host(problem, candidates, pages - resident, slots, pinned, computed, held)
         fits &= from_host >= 0
         if candidates.attention_device == "gpu":
-            needed = np.where(np.isnan(device_kv) & (from_host < 0), _off_host(free, held + ring), 0)
+            needed = np.where(np.isnan(device_kv) & (from_host < 0), _off_host(free, held + pinned[1]), 0)
     from_disk = pages - resident - from_host
     fits &= from_disk * free.page_bytes <= free.disk
     device_kv = on_device / np.maximum(free.kv_blocks, 1)
@@ -151,10 +167,11 @@ def _fill_beside(
 
 
 def _least_computed(free: FreeMemory, candidates: Candidates, cache: Any) -> Any:
-    """The fewest pages for the CPU beside ``cache`` blocks; others are resident, or stream through two slots per
-    streamed page of a layer, which leave an odd slot to a resident page."""
-    slots = np.floor(np.maximum(free.device - cache * free.kv_block_bytes, 0) / free.slot_bytes)
-    streamed = free.layers * np.floor(slots / 2) + np.minimum(slots % 2, candidates.resident)
+    """The fewest pages for the CPU beside ``cache`` blocks; others are resident, or stream through two slots of a ring
+    per streamed page of a layer, which leave what is odd to resident pages."""
+    slots = np.maximum(free.slots(np.maximum(free.device - cache * free.kv_block_bytes, 0)), 0)
+    rings, odd = np.divmod(slots, 2 * free.ring_slot)
+    streamed = free.layers * rings + np.minimum(np.floor(odd), candidates.resident)
     return np.maximum(free.pages - np.maximum(slots, streamed), 0)
 
 
@@ -164,9 +181,9 @@ def _beside_a_layer(
     """Reduce resident pages where the ring must hold a whole layer, since any page of the layer may be offloaded."""
     layer = problem.model.experts.num_experts
     short = (resident < pages) & (ring < layer)
-    fewer = np.where(short, np.minimum(resident, slots - layer), resident)
+    fewer = np.where(short, np.minimum(resident, np.floor(slots - free.ring_slot * layer)), resident)
     streamed = 2 * np.ceil((pages - fewer) / free.layers)
-    return fewer, fits & (fewer >= 0) & (~short | (fewer + np.maximum(streamed, layer) <= slots))
+    return fewer, fits & (fewer >= 0) & (~short | (fewer + free.ring_slot * np.maximum(streamed, layer) <= slots))
 
 
 def _cache_blocks(candidates: Candidates, free: FreeMemory, held: Any) -> Any:
@@ -184,7 +201,7 @@ def _cache_blocks(candidates: Candidates, free: FreeMemory, held: Any) -> Any:
 
 def _off_host(free: FreeMemory, slots: Any) -> Any:
     """The fewest cache blocks that host memory cannot hold beside ``slots``."""
-    held = np.floor((free.host - slots * free.slot_bytes) / free.kv_block_bytes)
+    held = np.floor((free.host - slots * free.slot_bytes - free.uneven_bytes) / free.kv_block_bytes)
     return np.clip(free.kv_blocks - held, 0, free.kv_blocks)
 
 
@@ -198,13 +215,13 @@ def _from_host(
     held: Any,
 ) -> Any:
     """The most pages of ``streamed`` that come from host memory, for ``held`` to ``computed`` CPU pages; -1 if pages
-    and ``pinned`` ring, of so many slots if no page and if some pages are on disk, do not fit in ``slots``."""
+    and ``pinned`` ring, as large as so many slots if no page and if some pages are on disk, do not fit in ``slots``."""
     host, disk = problem.fixed_pages("weights.host"), problem.fixed_pages("weights.disk")
     staged, ring = pinned
-    on_host = slots - (0 * ring if candidates.cost_model.pinned_pages else staged)
+    on_host = np.floor(slots - (0 * ring if candidates.cost_model.pinned_pages else staged))
     kept_off = host is not None and streamed > host - held
     reads = (streamed > on_host) | bool(problem.share("weights.disk")) | kept_off
-    on_host = np.where(reads, slots - ring, on_host)
+    on_host = np.where(reads, np.floor(slots - ring), on_host)
     max_host = np.minimum(streamed, np.maximum(on_host, 0))
     if host is not None:
         least, requested = np.maximum(host - computed, 0), np.maximum(host - held, 0)
@@ -230,19 +247,22 @@ def _ring(streamed: Any, free: FreeMemory, max_ring: Any) -> Any:
 def _resident(
     pages: Any, free: FreeMemory, slots: Any, requested: int | None, elsewhere: Any, max_ring: Any
 ) -> tuple[Any, Any, Any]:
-    """The most resident pages r, the slots of the ring of the others, r + min(2 ceil((pages - r) / layers), most) <=
-    slots, and whether both fit. Fixed shares of other tiers exclude ``elsewhere`` pages; a ``requested`` number leaves
-    no choice."""
+    """The most resident pages r, the slots of the ring of the others, r + w min(2 ceil((pages - r) / layers), most) <=
+    slots, and whether both fit. A slot of the ring is as large as w others. Fixed shares of other tiers exclude
+    ``elsewhere`` pages; a ``requested`` number leaves no choice."""
+    two = 2 * free.ring_slot
     if requested is not None:
         resident = np.minimum(requested, pages) + 0 * slots
         ring = _ring(pages - resident, free, max_ring)
-        return resident, ring, (resident + ring <= slots) & (requested <= pages - elsewhere)
-    if free.layers > 2:
-        per_layer = np.where(slots >= pages, 0, np.maximum(1, np.ceil((pages - slots) / (free.layers - 2))))
+        fits = resident + free.ring_slot * ring <= slots
+        return resident, ring, fits & (requested <= pages - elsewhere)
+    if free.layers > two:
+        per_layer = np.where(slots >= pages, 0, np.maximum(1, np.ceil((pages - slots) / (free.layers - two))))
     else:
         per_layer = np.where(slots >= pages, 0, np.ceil(pages / free.layers))
-    double = np.minimum(pages - elsewhere, slots - 2 * per_layer)
-    resident = np.where(slots >= pages, double, np.maximum(double, np.minimum(pages - elsewhere, slots - max_ring)))
+    double = np.minimum(pages - elsewhere, np.floor(slots - two * per_layer))
+    small = np.minimum(pages - elsewhere, np.floor(slots - free.ring_slot * max_ring))
+    resident = np.where(slots >= pages, double, np.maximum(double, small))
     ring = 2 * np.maximum(per_layer, np.ceil((pages - np.maximum(resident, 0)) / free.layers))
     ring = np.where(resident > double, _ring(pages - resident, free, max_ring), ring)
-    return np.maximum(resident, 0), ring, (resident >= 0) & (resident + ring <= slots)
+    return np.maximum(resident, 0), ring, (resident >= 0) & (resident + free.ring_slot * ring <= slots)

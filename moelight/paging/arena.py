@@ -8,8 +8,9 @@ import functools
 import logging
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ LOCKED_AT_ONCE = 1 << 30
 _PAGE = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 _PINNED = frozenset({"pinned_ring", "crossing"})
-_IN_SLOTS = frozenset({"pinned_ring", "host_experts"})
 _BOUNDS_ONLY = frozenset({"transient", "host_transient", "states", "runtime", "transformers", "device_runtime"})
 
 
@@ -44,13 +44,11 @@ class PinningError(BudgetError):
         self.purpose = purpose
 
 
-def allocate(
-    footprint: Footprint, device: torch.device, *, pinned_pages: bool = False, slot_bytes: int = 0
-) -> dict[str, Tensor]:
+def allocate(footprint: Footprint, device: torch.device, *, pinned_pages: bool = False) -> dict[str, Tensor]:
     """One uint8 tensor per purpose, except the bounds ``transient``, ``host_transient``, ``states``, ``runtime`` and
     ``device_runtime``; raises BudgetError if the system refuses a region. Pinned, if ``device`` is not the CPU: host
-    arenas for transfers, the KV cache if the device attends over it, and host experts with ``pinned_pages``.
-    ``slot_bytes`` of expert pages: what crosses at once lies in one slot."""
+    arenas for transfers, the KV cache if the device attends over it, and host experts with ``pinned_pages``; what of
+    pages crosses at once lies in one slot."""
     arenas = {}
     attends = any(arena.purpose == "kv_buffer" for arena in footprint.arenas)
     crossing = _PINNED | ({"kv"} if attends else set()) | ({"host_experts"} if pinned_pages else set())
@@ -61,8 +59,7 @@ def allocate(
         pinned = arena.tier == "host" and arena.purpose in crossing and not Device(device).host
         try:
             if pinned:
-                step = slot_bytes if arena.purpose in _IN_SLOTS else 0
-                arenas[arena.purpose] = page_locked(arena.bytes, device, slot_bytes=step, purpose=arena.purpose)
+                arenas[arena.purpose] = page_locked(arena.bytes, device, slots=arena.slots, purpose=arena.purpose)
             elif Device(where).host:
                 arenas[arena.purpose] = on_huge_pages(arena.bytes)
             else:
@@ -82,12 +79,6 @@ def nothing_left(footprint: Footprint, arena: ArenaSize) -> BudgetError:
     )
 
 
-def slots(arena: Tensor, slot_bytes: int) -> Iterator[Tensor]:
-    """Consecutive slots of ``slot_bytes`` bytes."""
-    for start in range(0, arena.numel(), slot_bytes):
-        yield arena[start : start + slot_bytes]
-
-
 def typed(arena: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A view of the first bytes of ``arena``."""
     size = dtype.itemsize
@@ -102,16 +93,15 @@ def on_huge_pages(size: int) -> Tensor:
     return _mapped(size)[1]
 
 
-def page_locked(size: int, device: torch.device, *, slot_bytes: int = 0, purpose: str = "transfers") -> Tensor:
+def page_locked(size: int, device: torch.device, *, slots: Sequence[int] = (), purpose: str = "transfers") -> Tensor:
     """``size`` bytes of host memory for DMA by ``device``. Raises PinningError, or RuntimeError where torch locks.
 
-    With ``slot_bytes`` the region is locked in pieces of about `LOCKED_AT_ONCE`, of whole slots: a refusal comes before
-    everything is locked. CUDA does not say that a copy may cross two locked regions, so none does.
+    Where it consists of ``slots`` of so many bytes, it is locked in pieces of about `LOCKED_AT_ONCE`, of whole slots: a
+    refusal comes before everything is locked. CUDA does not say that a copy may cross two locked regions, so none does.
     """
     if not locks_in_place(device):
         return _aligned_empty(size, pin_memory=True)
-    step = max(1, LOCKED_AT_ONCE // slot_bytes) * slot_bytes if slot_bytes else size
-    region, locked, code = _locked(size, step)
+    region, locked, code = _locked(size, _pieces(size, slots))
     if code:
         _clear_error(device)
         raise PinningError(purpose, size, locked=locked, code=code)
@@ -123,7 +113,7 @@ def locks_in_place(device: torch.device) -> bool:
     """True if memory can be locked in place, tested with one huge page."""
     if not Device(device).cuda:
         return False
-    _, _, code = _locked(HUGE_PAGE, HUGE_PAGE)
+    _, _, code = _locked(HUGE_PAGE, [HUGE_PAGE])
     if code:
         _clear_error(device)
     return not code
@@ -140,22 +130,34 @@ def _aligned_empty(size: int, **kind: Any) -> Tensor:
     return raw[-raw.data_ptr() % _PAGE :][:size]
 
 
-def _locked(size: int, step: int) -> tuple[Tensor, int, int]:
-    """``size`` bytes of host memory, locked in pieces of ``step``; how many were; the error of the one that was not, or
-    0: the others are unlocked then."""
+def _locked(size: int, pieces: Sequence[int]) -> tuple[Tensor, int, int]:
+    """``size`` bytes of host memory, locked in ``pieces`` of so many bytes; how many were; the error of the one that
+    was not, or 0: the others are unlocked then."""
     cells, region = _mapped(size)
-    runtime, address, pieces = _runtime(), region.data_ptr(), list[Any]()
-    for first in range(0, size, max(1, step)):
-        count = -(-min(step, size - first) // _PAGE) * _PAGE
-        if code := int(runtime.cudaHostRegister(address + first, count, _PORTABLE)):
-            for unlock in pieces:
+    runtime, address, locked = _runtime(), region.data_ptr(), list[Any]()
+    for piece, stop in zip(pieces, accumulate(pieces), strict=True):
+        first = stop - piece
+        if code := int(runtime.cudaHostRegister(address + first, -(-piece // _PAGE) * _PAGE, _PORTABLE)):
+            for unlock in locked:
                 unlock()
             return region, first, code
         # runs before the mapping is freed
-        pieces.append(weakref.finalize(cells, runtime.cudaHostUnregister, address + first))
-        if step < size:
-            _log.info("page-locked %s of %s", format_bytes(min(first + step, size)), format_bytes(size))
+        locked.append(weakref.finalize(cells, runtime.cudaHostUnregister, address + first))
+        if piece < size:
+            _log.info("page-locked %s of %s", format_bytes(stop), format_bytes(size))
     return region, size, 0
+
+
+def _pieces(size: int, slots: Sequence[int]) -> list[int]:
+    """The bytes of the pieces in which ``size`` bytes are locked: all at once, or whole ``slots``."""
+    if not slots:
+        return [size] if size else []
+    pieces = [0]
+    for slot in slots:
+        if pieces[-1] and pieces[-1] + slot > LOCKED_AT_ONCE:
+            pieces.append(0)
+        pieces[-1] += slot
+    return pieces
 
 
 def _mapped(size: int) -> tuple[Any, Tensor]:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,7 +30,7 @@ Tensors = Iterable[tuple[int, int, Tensor]]  # (expert, first byte in its page, 
 
 
 # Holds every page of a model, ``where`` it says: `keep` for each layer, then `finish`, `start` for pages in the order
-# of calls, and `close`, which finishes all copies and frees the pages.
+# of calls, and `close`, which finishes all copies and frees the pages. ``slot_bytes``: of a page of each layer.
 OffloadStore: TypeAlias = "DiskStore | HostStore"
 
 
@@ -36,10 +38,10 @@ class DiskStore:
     """Pages in a private file, read past the page cache and unlinked once written, so that it ends with the process;
     raises ConfigError if ``directory`` cannot be written or has too little space."""
 
-    def __init__(self, directory: Path, experts: Sequence[int], slot_bytes: int) -> None:
+    def __init__(self, directory: Path, experts: Sequence[int], slot_bytes: Sequence[int]) -> None:
         """``experts``: number of experts in each layer."""
-        self._num_experts, self._slot_bytes = max(experts), slot_bytes
-        size = len(experts) * self._num_experts * slot_bytes
+        self.slot_bytes = slot_bytes
+        *self._starts, size = accumulate(map(mul, experts, slot_bytes), initial=0)
         try:
             free = shutil.disk_usage(directory).free
             if free < size:
@@ -107,15 +109,15 @@ class DiskStore:
             self._file.unlink()
 
     def _at(self, layer: int, expert: int) -> int:
-        return (layer * self._num_experts + expert) * self._slot_bytes
+        return self._starts[layer] + expert * self.slot_bytes[layer]
 
 
 class HostStore:
     """Pages in host memory, page-locked if ``device`` fetches them across a link."""
 
-    def __init__(self, device: torch.device, experts: Sequence[int], slot_bytes: int) -> None:
+    def __init__(self, device: torch.device, experts: Sequence[int], slot_bytes: Sequence[int]) -> None:
         """``experts``: number of experts in each layer."""
-        self._device, self._experts, self._slot_bytes = device, experts, slot_bytes
+        self._device, self._experts, self.slot_bytes = device, experts, slot_bytes
         self._pages: dict[int, Tensor] = {}
         self._copies = copies_to(device)
         self.where = "host memory"
@@ -126,8 +128,8 @@ class HostStore:
         return self._copies.busy_s
 
     def keep(self, layer: int, name: str, tensors: Tensors) -> None:  # noqa: ARG002
-        count = self._experts[layer]
-        pages = self._pages[layer] = self._memory(count * self._slot_bytes).view(count, self._slot_bytes)
+        count, size = self._experts[layer], self.slot_bytes[layer]
+        pages = self._pages[layer] = self._memory(count * size).view(count, size)
         for expert, offset, tensor in tensors:
             source = bytes_of(tensor)
             pages[expert][offset : offset + source.numel()].copy_(source)

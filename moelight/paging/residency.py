@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moelight.core.schedule import Page
-from moelight.experts.cache import Access, Prefetch
+from moelight.experts.cache import Access, Prefetch, SlotKinds
 from moelight.experts.eviction import IntArray
 from moelight.experts.policy import CacheRules, Capacity, ExpertPolicy
 from moelight.experts.predict import PrefetchConfidence, RouterConfidence
@@ -24,13 +24,15 @@ _NOTHING: IntArray = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """Model properties that residency depends on; ``facts`` identify the model in profiles."""
+    """Model properties that residency depends on; ``facts`` identify the model in profiles. ``page_bytes``: of an
+    expert on average; ``slot_bytes``: of its slot in each layer, if not all are as large."""
 
     moe_layers: tuple[bool, ...]
     num_experts: int
     top_k: int | None
     page_bytes: int
     facts: Facts
+    slot_bytes: tuple[int, ...] = ()
 
 
 class ResidencyManager:
@@ -80,6 +82,7 @@ class ResidencyManager:
             counted=self._counted,
             batch=batch,
             most_slots=most_slots,
+            kinds=self._slot_kinds(resident),
         )
         self._confidence, self._decision = PrefetchConfidence(), RouterConfidence(model.num_experts)
         self._missing: dict[int, float] = {}  # by the bit length of the number of tokens
@@ -92,6 +95,17 @@ class ResidencyManager:
             others = [(row, expert) for expert in range(model.num_experts) for row in range(rows)]
             self.residency.cache.fill(np.array([*named, *others], dtype=np.int64).reshape(-1, 2))
         self._follow()
+
+    def _slot_kinds(self, resident: Sequence[Page] | None) -> SlotKinds | None:
+        """A kind for each size of the slots of ``resident``; None if all are as large."""
+        sizes = self.model.slot_bytes
+        kinds = {size: kind for kind, size in enumerate(sorted({sizes[layer] for layer in self._layers if sizes}))}
+        if not resident or len(kinds) < 2:
+            return None
+        return SlotKinds(
+            layers=[kinds[sizes[layer]] for layer in self._layers],
+            slots=[kinds[sizes[page.layer]] for page in resident],
+        )
 
     @property
     def ahead(self) -> bool:

@@ -2,7 +2,7 @@
 
 A layer's resident pages are leased until the experts of the next MoE layer are chosen, which is after the last use. A
 page that becomes resident exchanges its memory with the evicted page (`PageStore.swap`), so a later request may find
-evicted pages in the ring.
+evicted pages in the ring. One whose slot is shorter than those of the ring is transferred into that slot at once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class LayerDemand:
         memory: int32 [E], the number (`PageStore.memory`) of the memory of the other routed experts; else -1.
         transfers: pages to transfer, ``read_pages`` of ``read_bytes`` in all from disk, since ``since_s``.
         coming: transfers to wait for, including those that began earlier.
+        moves: (destination, source) of pages that go from the ring to host memory of their own once all have arrived.
     """
 
     stats: TransferStats
@@ -41,6 +42,7 @@ class LayerDemand:
     memory: np.ndarray
     transfers: list[Transfer] = field(default_factory=list)
     coming: list[Transfer] = field(default_factory=list)
+    moves: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     read_pages: int = 0
     read_bytes: int = 0
     since_s: float = 0.0
@@ -49,6 +51,8 @@ class LayerDemand:
         """Block until all pages have been read; raises the error of a read."""
         for transfer in self.coming:
             transfer.wait()
+        for into, source in self.moves:
+            into.copy_(source)
         if self.read_pages:
             self.stats.pages += self.read_pages
             self.stats.seconds += time.perf_counter() - self.since_s
@@ -158,6 +162,8 @@ class RingPager:
     def _bring(self, page: Page, slot: int, demand: LayerDemand) -> int:
         """Number of the memory of ``page``: resident in ``slot``, or in the ring if ``slot`` is negative."""
         store, ring = self.store, self._in_ring(page, demand)
+        if slot >= 0 and not store.swaps(slot):
+            return self._bring_into(page, slot, ring, demand)
         if ring is None:
             ring = self.ring.take()
             demand.transfers.append(Transfer(page, ring, store.ring_room(ring, page), store.offloaded_page(page)))
@@ -167,6 +173,21 @@ class RingPager:
             return store.ring[ring].number
         store.swap(slot, ring)
         self.ring.give(ring, self._resident.get(slot))
+        self._resident[slot] = page
+        return store.resident[slot].number
+
+    def _bring_into(self, page: Page, slot: int, ring: int | None, demand: LayerDemand) -> int:
+        """`_bring` where the memory of ``slot`` cannot become the ring's: the evicted page is lost."""
+        store, room = self.store, self.store.resident_room(slot, page)
+        if ring is None:
+            demand.transfers.append(Transfer(page, slot, room, store.offloaded_page(page)))
+        else:
+            self.ring.pages[ring] = page
+            self._passing.append(ring)
+            if store.fast_tier == "host":
+                demand.moves.append((room, store.ring_room(ring, page)))
+            else:
+                demand.transfers.append(Transfer(page, slot, room, store.ring_room(ring, page)))
         self._resident[slot] = page
         return store.resident[slot].number
 

@@ -50,7 +50,7 @@ class TransferStats:
     """Statistics of transfers.
 
     Attributes:
-        pages: transferred pages, in ``seconds``.
+        pages: transferred pages, in ``seconds``; ``bytes`` of an attached model.
         ahead_pages: prefetched pages; ``ahead_useful`` were needed, ``ahead_late`` of those still in transfer then.
         spared_s: seconds of transfer that prefetches saved.
         found: needed pages that were still in the ring.
@@ -60,6 +60,7 @@ class TransferStats:
     """
 
     pages: int = 0
+    bytes: int = 0
     seconds: float = 0.0
     ahead_pages: int = 0
     ahead_useful: int = 0

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moelight.core.schedule import Buffer, Page
 from moelight.kernels.device import on_host
-from moelight.paging.arena import slots
 from moelight.paging.slots import PendingPage
 
 LOADED_AT_ONCE = 4
@@ -35,10 +34,12 @@ class SlotMemory(NamedTuple):
 
 
 class PageStore:
-    """Page bytes in arenas of slots: ``experts`` (``resident``), ``host_experts`` (``offloaded`` pages ``far``),
-    ``ring`` and ``pinned_ring``. ``parts`` are byte ranges of a page, ``bytes_of`` the bytes of a whole page where not
-    all are as long. ``memory`` has the bytes of every resident and ring slot; memory never moves, so its number and its
-    addresses hold as long as the store, whichever slot it becomes (`swap`)."""
+    """Page bytes in arenas of ``slots`` (bytes of each): ``experts`` (``resident``), ``host_experts`` (``offloaded``
+    pages ``far``), ``ring`` and ``pinned_ring``. ``parts`` are byte ranges of the longest page, ``bytes_of`` the bytes
+    of a page where not all are as long. Slots through which pages of all layers pass hold the longest; those in which
+    pages stay may be shorter, and hold pages of layers whose slots are as long. ``memory`` has the bytes of every
+    resident and ring slot; memory never moves, so its number and its addresses hold as long as the store, whichever
+    slot it becomes (`swap`)."""
 
     def __init__(
         self,
@@ -48,15 +49,15 @@ class PageStore:
         fast_tier: str,
         far: Sequence[Page],
         parts: Sequence[range],
-        slot_bytes: int,
+        slots: Mapping[str, Sequence[int]],
         bytes_of: Callable[[Page], int] | None = None,
     ) -> None:
         longest = parts[-1].stop
         self._bytes_of = bytes_of or (lambda _: longest)
 
         def cut(purpose: str, first: int) -> list[SlotMemory]:
-            arena = arenas.get(purpose)
-            pages = () if arena is None else (slot[:longest] for slot in slots(arena, slot_bytes))
+            sizes = list(slots.get(purpose, ()))
+            pages = [slot[:longest] for slot in arenas[purpose].split(sizes)] if sizes else []
             return [
                 SlotMemory(page, [page[part.start : part.stop] for part in parts], number)
                 for number, page in enumerate(pages, first)
@@ -94,7 +95,8 @@ class PageStore:
         for page, (home, *_) in sorted([*resident, *self.offloaded.items()], key=lambda entry: entry[0]):
             into = home
             if not on_host(home):
-                into = bounce = home.new_empty(home.numel(), device="cpu") if bounce is None else bounce
+                bounce = home.new_empty(self._parts[-1].stop, device="cpu") if bounce is None else bounce
+                into = bounce[: home.numel()]
             arriving = start(page, into, 0)
             if arriving is not None:
                 coming.append(arriving)
@@ -110,6 +112,10 @@ class PageStore:
         pages, num_parts = self.pinned if buffer.space == "pinned" else self.ring, len(self._parts)
         page, part = divmod(position + buffer.index, num_parts)
         return pages[page % len(pages)].parts[part]
+
+    def swaps(self, slot: int) -> bool:
+        """True if resident ``slot`` may exchange its memory with a page of the ring: it is as long."""
+        return self.resident[slot].page.numel() == self._parts[-1].stop
 
     def swap(self, slot: int, ring: int) -> None:
         """Exchange the memory of ring page ``ring`` and resident ``slot``, so that the ring's page becomes resident."""
@@ -147,6 +153,10 @@ class PageStore:
     def ring_room(self, ring: int, page: Page) -> Tensor:
         """The bytes of ring page ``ring`` that ``page`` fills."""
         return self.ring[ring].page[: self._bytes_of(page)]
+
+    def resident_room(self, slot: int, page: Page) -> Tensor:
+        """The bytes of resident ``slot`` that ``page`` fills."""
+        return self.resident[slot].page[: self._bytes_of(page)]
 
     def begin(self, page: Page) -> int:
         """Offset of a part in its page in bytes."""

@@ -70,11 +70,12 @@ class SlotPager:
         before = self.table.in_flight.get(slot)
         if before is not None and not before.done():
             before.wait()  # the old page is obsolete, but two transfers must not write to one slot
-        into = self.slots[slot]
+        into = self.slots[slot][: self.store.slot_bytes[page.layer]]
         transfer = Transfer(page, slot, into, pending=self.store.start(page, [(0, into)]))
         self.table.begin(transfer)
         self._prefetched.pop(page, None)
         self.stats.pages += 1
+        self.stats.bytes += into.numel()
         return transfer
 
     def count_hit(self, page: Page) -> None:

@@ -131,9 +131,7 @@ def cores_for(machine: Machine, policy: Policy) -> CoreShares:
     return share_cores(read_topology(), demands_of(policy, plug, device=device), at_most=torch.get_num_threads())
 
 
-def allocate_for(
-    machine: Machine, footprint: Footprint, *, pinned_pages: bool = False, slot_bytes: int = 0
-) -> dict[str, Tensor]:
+def allocate_for(machine: Machine, footprint: Footprint, *, pinned_pages: bool = False) -> dict[str, Tensor]:
     """Allocate the arenas of ``footprint`` (`paging.arena.allocate`), those in host memory on suitable NUMA nodes."""
     plug = pci_slot_of(machine.device)
     tiers = ("host",) if machine.compiles else ("host", "device")
@@ -144,7 +142,7 @@ def allocate_for(
         refusal=why_not_placed(),
     )
     with placing(placement):  # pinned memory is touched at allocation, the rest later by any thread
-        arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages, slot_bytes=slot_bytes)
+        arenas = allocate(footprint, machine.device, pinned_pages=pinned_pages)
     for arena in arenas.values():
         if on_host(arena):
             settle(placement, arena.data_ptr(), arena.numel())

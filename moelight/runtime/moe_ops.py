@@ -122,12 +122,17 @@ class MoEOps:
                 continue
             if layout_id is None:
                 return None
-            table = grouped_pages(decoder.paged.of_layout(layout_id, self._pages.memory), decoder.dtype, by)
+            memory = decoder.paged.holding(layout_id, self._pages.memory)
+            if not memory:  # the CPU computes all pages of this layout
+                continue
+            table = grouped_pages(decoder.paged.of_layout(layout_id, memory), decoder.dtype, by)
             if table is None:
                 return None
             tables[layout_id] = table
         first = next(iter(tables.values()), None)
-        return None if first is None else [first if layout_id is None else tables[layout_id] for layout_id in ids]
+        if first is None:
+            return None
+        return [first if layout_id is None else tables.get(layout_id, first) for layout_id in ids]
 
     def _post_attention(self, task: Task, pass_pages: PassPages) -> None:
         mb = pass_pages.micro_batches[task.micro_batch]

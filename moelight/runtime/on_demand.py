@@ -74,7 +74,7 @@ class OnDemandPass:
                 transfer.into.copy_(require(transfer.source), non_blocking=True)
             moved = sum(transfer.into.numel() for transfer in demand.transfers)
             return MovedBytes(moved) if demand.transfers else SKIPPED
-        if not demand.coming:
+        if not demand.coming and not demand.moves:
             return SKIPPED
         return MovedBytes(demand.read_bytes, demand, demand.since_s)
 

@@ -31,7 +31,7 @@ class Layout:
         experts: ``device``; ``host``; or ``split``: the CPU computes ``computed`` in place, the GPU all others.
         kv_host: the share of every context whose keys and values are in host memory.
         parts: the bytes of each part in which the longest page moves: several across a link, one without.
-        page_bytes: of a page on average.
+        page_bytes: of a page of each layer.
         streamed: the parts of pages that move every pass, in order of use; ``layer_pages``: their positions, by layer.
         cpu_layers: the layers whose hidden states cross the link for the CPU's experts.
         ring_slots: slots of the ring on the fast tier, one part each; the parts of a page are contiguous and in order.
@@ -48,7 +48,7 @@ class Layout:
     experts: str
     kv_host: float
     parts: tuple[range, ...]
-    page_bytes: int
+    page_bytes: tuple[int, ...]
     streamed: tuple[Page, ...]
     from_disk: tuple[bool, ...]
     layer_pages: tuple[range, ...]
@@ -65,9 +65,9 @@ class Layout:
         return Lane.DEVICE if self.discrete else Lane.CPU
 
     def bytes_at(self, k: int) -> int:
-        """Bytes of streamed part ``k`` on average."""
-        part, longest = self.parts[k % len(self.parts)], self.parts[-1].stop
-        return part.stop * self.page_bytes // longest - part.start * self.page_bytes // longest
+        """Bytes of streamed part ``k``."""
+        part, size = self.parts[k % len(self.parts)], self.page_bytes[self.streamed[k % len(self.streamed)].layer]
+        return min(part.stop, size) - min(part.start, size)
 
     @property
     def pages_cross(self) -> bool:
@@ -207,7 +207,7 @@ def layout_of(
         experts=experts,
         kv_host=policy.kv.host,
         parts=parts,
-        page_bytes=costs.moved_page_bytes(model, page_dtype),
+        page_bytes=costs.moved_bytes_by_layer(model, page_dtype),
         streamed=streamed,
         from_disk=tuple(placement.tiers[replace(page, part=0)] == "disk" for page in streamed),
         layer_pages=tuple(range(first, last) for first, last in pairwise(ends)),

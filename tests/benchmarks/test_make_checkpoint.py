@@ -11,13 +11,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from moelight.core.errors import ConfigError
 from moelight.hrm.costs import page_bytes
+from moelight.models.checkpoints import open_model
 from moelight.profiles.families import profile_from_dir
+from moelight.profiles.gguf import read_gguf
 from moelight.weights.load import PageReader
 from moelight.weights.source import Checkpoint
 from moelight.weights.tensor_map import locate
@@ -185,3 +189,22 @@ def test_the_command_line_ends_with_json(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     assert "did you mean 'mixtral-8x7b'" in wrong.stderr
     assert len(wrong.stderr.splitlines()) == 1
+
+
+def test_a_dynamic_file_has_layers_of_two_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its experts are those of most "dynamic" files; it opens as a model, with numbers of a model's size."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    module = importlib.import_module("make_dynamic")
+    path, sizes = tmp_path / "tiny.gguf", {**TINY, "layers": 4, "hidden": 256, "intermediate": 256, "heads": 4}
+    result = module.make_dynamic(path, module.scaled_config("mixtral-8x7b", **sizes))
+    assert result["types"].keys() >= {"IQ2_XXS", "IQ2_XS", "IQ3_XXS", "Q4_K"}
+    opened = open_model(str(path))
+    stored = opened.profile.stored
+    assert stored is not None and not stored.mixed
+    assert stored.pages[0] == stored.pages[1] == stored.pages[2] < 0.6 * stored.pages[3]
+    tensors = read_gguf(path).tensors
+    for name in ("blk.0.ffn_gate_exps", "blk.0.ffn_up_exps", "blk.0.ffn_down_exps", "blk.3.ffn_down_exps"):
+        tensor = tensors[f"{name}.weight"]
+        values = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(-1, tensor.nbytes // 6 // 256)
+        numbers = gguf.quants.dequantize(values, gguf.GGMLQuantizationType[tensor.type])
+        assert 0.005 < numbers.std() < 0.08

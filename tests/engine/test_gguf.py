@@ -6,15 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from moelight.cli.main import main
 from moelight.cli.planning_options import load_model
-from moelight.core.errors import CheckpointError
+from moelight.core.errors import BudgetError, CheckpointError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.core.schedule import Page
+from moelight.core.units import align_up
 from moelight.engine.engine import Engine
 from moelight.formats.format import PAGE_ALIGNMENT
 from moelight.models.checkpoints import open_model
@@ -118,6 +120,81 @@ def test_a_dynamic_mix_of_types_runs_in_pages_of_its_own_bytes(architecture: str
         assert of_layer // experts <= stored.pages[layer] < of_layer // experts + 3 * PAGE_ALIGNMENT
         pieces = opened.weight_map.experts.pieces[Page(layer=layer, expert=1)]
         assert sum(info.nbytes for info in pieces) == of_layer // experts
+
+
+@pytest.fixture(scope="module")
+def dynamic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A file of `DYNAMIC`, of 8 experts and four layers, and the tokens of its numbers in float32."""
+    directory = tmp_path_factory.mktemp("dynamic")
+    path, values = directory / "tiny.gguf", directory / "values"
+    last = {f"blk.3.ffn_{matrix}_exps": "IQ2_XXS" for matrix in ("gate", "up", "down")}
+    sizes = {**DYNAMIC["sizes"], "num_experts": 8, "num_hidden_layers": 4}
+    shape = {"types": DYNAMIC["types"] | last, "sizes": sizes}
+    write_gguf(path, "qwen3moe", vocab=True, **shape)
+    save_numbers(values, "qwen3moe", dtype=torch.float32, **shape)
+    save_byte_tokenizer(values)
+    return path, tokens(values, Shares(host=1.0))
+
+
+HALF = {"cpu": Shares(host=0.5, disk=0.5), "twin": Shares(device=0.35, host=0.35, disk=0.3)}
+
+
+@pytest.mark.parametrize(
+    ("device", "keys"),
+    thorough(
+        [
+            *(("cpu", {"schedule": schedule}) for schedule in ("cgopipe", "serial", "flexgen", "module")),
+            ("cpu", {"schedule": "module", "ring_pages": 3}),
+            ("twin", {"host_pages": "pinned"}),
+            ("twin", {"host_pages": "staged", "schedule": "module"}),
+            ("cpu", {"residents": "learned"}),
+            ("twin", {"residents": "learned"}),
+        ],
+        but=[("cpu", {"schedule": "cgopipe"}), ("twin", {"host_pages": "pinned"})],
+    ),
+)
+def test_a_dynamic_mix_gives_the_tokens_of_its_numbers_in_every_order(
+    device: str, keys: dict[str, Any], dynamic: tuple[Path, list[list[int]]]
+) -> None:
+    path, wanted = dynamic
+    assert tokens(path, HALF[device], device, **IN_FLOAT32, **keys) == wanted
+
+
+@pytest.mark.parametrize("device", ["cpu", "twin"])
+def test_on_demand_passes_of_a_dynamic_mix_keep_pages_in_slots_of_their_size(
+    device: str, dynamic: tuple[Path, list[list[int]]]
+) -> None:
+    """One sequence at a time, so that routed pages alone move and some of them stay."""
+    path, wanted = dynamic
+    sizes = {"batch_size": 1, "micro_batch_size": 1, "micro_batch_tokens": 40, "kv_tokens": 64, **IN_FLOAT32}
+    experts: Any = "cpu" if device == "cpu" else "gpu"
+    policy = Policy(model=str(path), weights=HALF[device], ffn_device=experts, residents="learned", **sizes)
+    with Engine(policy, device=device) as engine:
+        assert [list(item.token_ids) for item in engine.generate(PROMPTS, HOW)] == wanted
+        model = engine._passes.model  # type: ignore[union-attr]
+        store, sizes_of = model.pages, model.profile.stored.pages
+        assert model.pager is not None and model.pager.stats.pages + model.pager.stats.found > 20
+        here = np.argwhere(store.table >= 0).tolist()
+        assert len({sizes_of[layer] for layer, _ in here}) > 1
+        slots = [min(align_up(sizes_of[layer], 4096), max(sizes_of)) for layer, _ in here]
+        assert [store.resident[store.table[layer, expert]].page.numel() for layer, expert in here] == slots
+        assert sum(slots) < 0.8 * len(here) * max(sizes_of)
+
+
+def test_a_dynamic_mix_runs_in_the_memory_that_it_is_planned_for(dynamic: tuple[Path, list[list[int]]]) -> None:
+    """With room for some pages beyond the least, which are counted by their own sizes."""
+    path, wanted = dynamic
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "batch_size": 3}
+    with pytest.raises(BudgetError) as refused:
+        Engine.from_pretrained(str(path), **options, host_memory=1 << 20)
+    stored = open_model(str(path)).profile.stored
+    assert stored is not None
+    limit = refused.value.needed_bytes + stored.total_bytes // 3
+    with Engine.from_pretrained(str(path), **options, host_memory=limit) as engine:
+        use = dict(engine.plan.use_of("host").by_purpose)  # type: ignore[union-attr]
+        assert limit - 2 * stored.page_bytes < sum(use.values()) <= limit
+        assert 0 < use["experts"] < stored.total_bytes
+        assert [list(item.token_ids) for item in engine.generate(PROMPTS, HOW)] == wanted
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("twin", marks=pytest.mark.thorough)])

@@ -12,10 +12,10 @@ from moelight.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, MIXED_FLOAT16, DTyp
 from moelight.core.policy import Policy
 from moelight.hrm import costs
 from moelight.hrm.footprint import Footprint, footprint, kv_blocks, pass_tokens, pinned_slots, ring_slots
-from moelight.hrm.placement import place_pages
+from moelight.hrm.placement import in_turn, place_pages, unevenness
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import dense_tensors, pages
-from tests.shapes import examples, placed, small_model, small_policy
+from tests.shapes import examples, placed, small_model, small_policy, with_pages
 
 
 def of(model: ModelProfile, policy: Policy, dtype: DType = FLOAT32) -> Footprint:
@@ -61,6 +61,39 @@ def test_a_page_that_stays_trades_its_ring_slots_for_a_home(discrete: bool) -> N
     rings = [taken.bytes_of("ring") // slot for taken in sizes]
     assert rings == [2 * -(-(12 - resident) // 3) for resident in range(13)]
     assert [taken.bytes_of("experts") // slot for taken in sizes] == list(range(13))
+
+
+@pytest.mark.parametrize("discrete", [True, False])
+@pytest.mark.parametrize("learned", [True, False])
+def test_pages_that_stay_take_their_own_bytes(discrete: bool, learned: bool) -> None:
+    """What stays is the sum of its own pages; only what pages of all layers pass through has the largest slots."""
+    bytes_of_layer = {0: 40_000, 1: 8_192, 3: 12_289}
+    model = with_pages(small_model((True, True, False, True), experts=5), tuple(bytes_of_layer.values()))
+    slots = {0: 40_960, 1: 8_192, 3: 16_384}
+    for resident in range(1, 16):
+        policy = small_policy(model, discrete=discrete, resident=resident, host=(15 - resident) // 2 if discrete else 0)
+        policy = replace(policy, residents="learned" if learned else "static")
+        taken, placement = of(model, policy), place_pages(model, policy)
+        assert taken.bytes_of("experts") == sum(slots[page.layer] for page in placement.resident)
+        assert taken.bytes_of("ring") == ring_slots(placement) * 40_960
+        assert len(taken.slots.get("experts", ())) == len(placement.resident)
+        if discrete:
+            copies = placement.resident if placement.host_copies else ()
+            assert taken.bytes_of("host_experts") == sum(slots[page.layer] for page in (*placement.on("host"), *copies))
+            assert taken.bytes_of("pinned_ring") == pinned_slots(placement) * 40_960
+    every = of(model, small_policy(model, discrete=discrete, resident=15))
+    assert every.bytes_of("experts") == 5 * sum(slots.values()) and every.bytes_of("ring") == 0
+
+
+def test_any_pages_in_a_row_differ_little_from_average_ones() -> None:
+    """Where large layers are spread out, as by `in_turn`, any pages take about the average."""
+    sizes = [40_960 if layer in (3, 4, 5, 6) else 20_480 for layer in range(32)]
+    turn, mean = in_turn(range(32)), sum(sizes) / 32
+    rows = [sizes[layer] for layer in turn] * 2
+    worst = max(abs(sum(rows[a:b]) - (b - a) * mean) for a in range(32) for b in range(a, 64))
+    assert unevenness(sizes) == pytest.approx(worst)
+    assert worst < 2 * 20_480
+    assert unevenness([12_288, 0, 12_288, 12_288]) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

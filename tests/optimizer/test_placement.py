@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.planner_sections.random_questions import question
 from moelight.core.dtypes import FLOAT32
 from moelight.core.policy import Policy, Shares
+from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
 from moelight.hrm.pass_cost import PlacementCounts
 from moelight.optimizer.candidates import first_sample
@@ -20,7 +21,7 @@ from moelight.optimizer.placement import fill, free_memory
 from moelight.optimizer.problem import Candidates, Problem, variants
 from tests.optimizer.drawn import drawn_problem
 from tests.optimizer.exhaustive import every, fits
-from tests.shapes import examples
+from tests.shapes import examples, with_pages
 
 
 def policy_at(problem: Problem, candidates: Candidates, placed: PlacementCounts, index: int) -> Policy:
@@ -51,8 +52,12 @@ def policy_at(problem: Problem, candidates: Candidates, placed: PlacementCounts,
 @examples(150)
 @given(seed=st.integers(0, 1 << 30))
 def test_what_is_said_to_fit_does(seed: int) -> None:
-    """Against the footprint itself, for candidates of every variant, whatever is requested, homes pinned or not."""
+    """Against the footprint itself, for candidates of every variant, whatever is requested, homes pinned or not, and
+    whether or not layers have pages of different sizes."""
     draw, problem = random.Random(seed), drawn_problem(seed, most_requests=12)
+    if draw.random() < 0.5:
+        sizes = [costs.page_bytes(problem.model, FLOAT32) * draw.randint(1, 3) for _ in problem.model.moe_layers]
+        problem = replace(problem, model=with_pages(problem.model, sizes))
     problem = problem if draw.random() < 0.5 else replace(problem, fixed={})
     every = list(variants(problem))
     for variant in draw.sample(every, min(5, len(every))):

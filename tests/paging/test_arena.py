@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from moelight.core.dtypes import FLOAT32
 from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.hrm.footprint import ArenaSize, Footprint, footprint
-from moelight.paging.arena import allocate, slots, typed
+from moelight.paging.arena import allocate, typed
 from moelight.profiles.model import ModelProfile
 from tests.shapes import examples, placed
 
@@ -53,19 +52,6 @@ def test_a_refusal_of_the_machine_names_tier_and_purpose(monkeypatch: pytest.Mon
         allocate(Footprint(arenas=(arena,)), CPU)
     assert caught.value.tier == "host"
     assert caught.value.needed_bytes == 3 << 20
-
-
-@given(count=st.integers(0, 5), size=st.integers(1, 50))
-@examples(30)
-def test_slots_cover_the_arena_in_order(count: int, size: int) -> None:
-    arena = torch.arange(count * size, dtype=torch.int64).to(torch.uint8)
-    cut = list(slots(arena, size))
-    assert len(cut) == count
-    assert all(slot.numel() == size for slot in cut)
-    assert torch.equal(torch.cat([*cut, arena[:0]]), arena)
-    for slot in cut:
-        slot.fill_(7)
-    assert arena.eq(7).all()
 
 
 def test_a_typed_view_is_the_arena_itself() -> None:

@@ -87,9 +87,14 @@ def test_slots_are_locked_in_pieces_of_whole_slots(runtime: Runtime, monkeypatch
     """What crosses at once lies in one slot, so no copy crosses two pieces; other regions are locked whole."""
     monkeypatch.setattr(arena, "LOCKED_AT_ONCE", 5 * MIB)
     slot = 2 * MIB + 4096
-    sizes = {"pinned_ring": 3 * slot, "crossing": 11 * MIB, "host_experts": 5 * slot}
-    announced = Footprint(arenas=tuple(ArenaSize(purpose=name, tier="host", bytes=n) for name, n in sizes.items()))
-    arenas = allocate(announced, CUDA, pinned_pages=True, slot_bytes=slot)
+    sizes = {"pinned_ring": (slot,) * 3, "crossing": (11 * MIB,), "host_experts": (slot, slot, MIB, MIB, MIB, slot)}
+    announced = Footprint(
+        arenas=tuple(
+            ArenaSize(purpose=name, tier="host", bytes=sum(n), slots=() if name == "crossing" else n)
+            for name, n in sizes.items()
+        )
+    )
+    arenas = allocate(announced, CUDA, pinned_pages=True)
     ring, experts = arenas["pinned_ring"].data_ptr(), arenas["host_experts"].data_ptr()
     gc.collect()
     assert runtime.locked == {
@@ -97,8 +102,8 @@ def test_slots_are_locked_in_pieces_of_whole_slots(runtime: Runtime, monkeypatch
         ring + 2 * slot: slot,
         arenas["crossing"].data_ptr(): 11 * MIB,
         experts: 2 * slot,
-        experts + 2 * slot: 2 * slot,
-        experts + 4 * slot: slot,
+        experts + 2 * slot: 3 * MIB,
+        experts + 2 * slot + 3 * MIB: slot,
     }
     del arenas
     gc.collect()
@@ -107,7 +112,7 @@ def test_slots_are_locked_in_pieces_of_whole_slots(runtime: Runtime, monkeypatch
 
 def test_a_slot_larger_than_a_piece_is_a_piece(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "LOCKED_AT_ONCE", MIB)
-    region = page_locked(6 * MIB, CUDA, slot_bytes=3 * MIB)
+    region = page_locked(6 * MIB, CUDA, slots=(3 * MIB, 3 * MIB))
     gc.collect()
     assert list(runtime.locked.values()) == [3 * MIB, 3 * MIB]
     del region
@@ -118,9 +123,9 @@ def test_a_refusal_in_the_middle_unlocks_what_was_locked(runtime: Runtime, monke
     assert arena.locks_in_place(CUDA)
     gc.collect()
     runtime.room = 5 * MIB
-    announced = Footprint(arenas=(ArenaSize(purpose="host_experts", tier="host", bytes=9 * MIB),))
+    experts = ArenaSize(purpose="host_experts", tier="host", bytes=9 * MIB, slots=(MIB,) * 9)
     with pytest.raises(PinningError, match=r"9.0MiB of host memory for host_experts .*error 2 after 4.0MiB") as refused:
-        allocate(announced, CUDA, pinned_pages=True, slot_bytes=MIB)
+        allocate(Footprint(arenas=(experts,)), CUDA, pinned_pages=True)
     assert not runtime.locked and runtime.cleared == 1
     assert (refused.value.purpose, refused.value.tier, refused.value.needed_bytes) == ("host_experts", "host", 9 * MIB)
 

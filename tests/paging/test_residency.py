@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -163,3 +165,48 @@ def test_the_table_is_who_came_less_who_left(
         stays = np.concatenate([chosen.hits, chosen.misses[chosen.slots >= 0]])
         result.lease(layer, stays)
         held = layer, stays
+
+
+@examples(80)
+@given(
+    eviction=st.sampled_from([*((item,) for item in EVICTIONS), FALLBACK]),
+    rules=st.sampled_from(
+        [
+            None,
+            PerLayerRules(allocation="uniform", min_capacity=1),
+            PerLayerRules(entropy_window=4, rebalance_interval=5, min_capacity=1),
+        ]
+    ),
+    resident=st.integers(1, len(EVERYONE)),
+    visits=st.lists(st.tuples(st.sampled_from(LAYERS), st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=3))),
+    capacity=st.integers(1, len(EVERYONE)),
+)
+def test_a_page_is_only_in_slots_of_its_size(
+    eviction: tuple[str, ...],
+    rules: PerLayerRules | None,
+    resident: int,
+    visits: list[tuple[int, list[int]]],
+    capacity: int,
+) -> None:
+    """Also while the capacity falls and rises, and whatever is prefetched; all slots are in use at first."""
+    sizes = (0, 4096, 8192, 0, 4096)
+    if rules is not None and resident < len(LAYERS):
+        rules = None
+    policy = ExpertPolicy(
+        name="mine",
+        cache=CacheRules(capacity=Capacity(value=3), eviction=eviction),
+        per_layer=rules,
+        prefetch=PrefetchRules(strategy="previous"),
+    )
+    slots = EVERYONE[:resident]
+    result = ResidencyManager(policy, replace(MODEL, slot_bytes=sizes), resident=slots)
+    assert places(result) == list(range(resident))
+    for number, (layer, experts) in enumerate(visits):
+        result.use(layer, np.array([experts]), np.full((1, len(experts)), 1.0 / len(experts)))
+        result.end_use()
+        result.admit_ahead(layer)
+        if rules is None and number % 3 == 2:
+            result.residency.cache.resize(capacity if number % 2 else resident)
+        for at, expert in np.argwhere(result.table >= 0).tolist():
+            assert sizes[slots[result.table[at, expert]].layer] == sizes[at]
+        assert len(set(places(result))) == len(places(result))

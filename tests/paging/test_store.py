@@ -19,7 +19,7 @@ from moelight.hrm.placement import Placement, moved, place_pages, slot_table
 from moelight.paging.arena import allocate
 from moelight.paging.store import PageStore
 from moelight.profiles.model import ModelProfile
-from tests.shapes import PARTS_OF_4_KIB, examples, placed, small_model, small_policy
+from tests.shapes import PARTS_OF_4_KIB, examples, placed, small_model, small_policy, with_pages
 
 CPU = torch.device("cpu")
 
@@ -37,31 +37,38 @@ def fill(page: Page, slot: Tensor, begin: int = 0) -> None:
 def open_store(
     model: ModelProfile, policy: Policy, *, part_bytes: int = costs.PART_BYTES
 ) -> tuple[PageStore, Placement, dict[str, Tensor]]:
-    placement = place_pages(model, policy)
-    arenas = allocate(footprint(model, policy, dtype=FLOAT32), CPU)
+    placement, announced = place_pages(model, policy), footprint(model, policy, dtype=FLOAT32)
+    arenas, stored = allocate(announced, CPU), costs.page_dtype(model, FLOAT32)
     store = PageStore(
         arenas,
         slot_table(placement, model),
         fast_tier=placement.fast_tier,
         far=offloaded_pages(placement) if placement.fast_tier == "device" else (),
-        parts=costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes),
-        slot_bytes=costs.page_slot_bytes(model, FLOAT32),
+        parts=costs.page_parts(costs.page_bytes(model, stored), part_bytes),
+        slots=announced.slots,
+        bytes_of=None if model.stored is None else lambda page: model.stored.pages[page.layer],
     )
     store.follow(placement.streamed, placement.computed)
     return store, placement, arenas
 
 
-@examples(60)
-@given(case=placed(), part_bytes=st.sampled_from((costs.PAGE_ALIGNMENT, costs.PART_BYTES)), data=st.data())
+@examples(90)
+@given(
+    case=placed(),
+    part_bytes=st.sampled_from((costs.PAGE_ALIGNMENT, costs.PART_BYTES)),
+    sizes=st.none() | st.lists(st.sampled_from((2400, 8192, 12288, 12292)), min_size=4, max_size=4),
+    data=st.data(),
+)
 def test_experts_are_found_wherever_they_are(
-    case: tuple[ModelProfile, Policy], part_bytes: int, data: st.DataObject
+    case: tuple[ModelProfile, Policy], part_bytes: int, sizes: list[int] | None, data: st.DataObject
 ) -> None:
     """Stream pages through the ring for several passes, part by part and in any order of the parts: at each layer every
-    expert's page holds that expert."""
+    expert's page holds that expert, in a slot of its layer's size where pages stay."""
     model, policy = case
+    model = model if sizes is None else with_pages(model, sizes)
     store, placement, _ = open_store(model, policy, part_bytes=part_bytes)
     store.load(fill)
-    parts = len(costs.page_parts(costs.page_bytes(model, FLOAT32), part_bytes))
+    parts = len(costs.page_parts(costs.page_bytes(model, costs.page_dtype(model, FLOAT32)), part_bytes))
     position = data.draw(st.integers(0, 50)) * len(placement.streamed) * parts
     for _ in range(3):
         k = 0
@@ -69,12 +76,13 @@ def test_experts_are_found_wherever_they_are(
             while k < len(placement.streamed) and placement.streamed[k].layer == layer:
                 for part in data.draw(st.permutations(range(parts))):
                     slot = store.slot(Buffer(space="ring", index=k * parts + part), position)
-                    fill(placement.streamed[k], slot)
+                    fill(placement.streamed[k], slot[: store.bytes_of(replace(placement.streamed[k], part=part))])
                 k += 1
             if model.moe_layers[layer]:
                 for expert, page in enumerate(store.pages_at(store.memory_of_experts(position)[layer])):
                     assert page is not None
-                    assert page.view(torch.float32).eq(mark(Page(layer=layer, expert=expert))).all()
+                    size = sum(store.bytes_of(Page(layer=layer, expert=expert, part=part)) for part in range(parts))
+                    assert page[:size].view(torch.float32).eq(mark(Page(layer=layer, expert=expert))).all()
         position += len(placement.streamed) * parts
 
 
@@ -162,7 +170,7 @@ def test_pages_of_a_device_are_read_through_one_buffer_of_the_host() -> None:
         fast_tier="device",
         far=offloaded_pages(placement),
         parts=[range(size)],
-        slot_bytes=slot,
+        slots={"experts": [slot] * 5, "host_experts": [slot] * 3},
     )
     targets: list[int] = []
 
