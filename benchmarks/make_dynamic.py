@@ -30,7 +30,7 @@ from moelight.engine.tokenizer import Tokenizer
 EXPERTS = {"gate": "IQ2_XXS", "up": "IQ2_XS", "down": "IQ3_XXS"}
 LARGE, EVERY = "Q4_K", 4
 # Float16 numbers at the beginning of a block, by which codes become numbers of a deviation of about 0.02.
-SCALES = {"IQ2_XXS": (5e-4,), "IQ2_XS": (5e-4,), "IQ3_XXS": (1e-3,), "Q4_K": (1e-4, 7.5e-4)}
+SCALES = {"IQ2_XXS": (3.8e-4,), "IQ2_XS": (3.6e-4,), "IQ3_XXS": (1.4e-4,), "Q4_K": (7.7e-5, 5.8e-4)}
 
 
 def main() -> None:
