@@ -310,15 +310,18 @@ class ExpertCache:
         self._distinct: list[Eviction] = []  # one for all layers of a kind, or one for each
         if per_layer is not None and per_layer.allocation == "entropy":
             self._selections = Selections(num_layers, num_experts, per_layer.entropy_window)
-        shares = self._by_kind(self.capacity) if per_layer is None else self._shares(self.capacity).tolist()
-        pool_of = self._kinds if per_layer is None else range(num_layers)
-        self._use(
-            [
-                self._pool(share, at, [ids for layer, ids in keys if pool_of[layer] == at])
-                for at, share in enumerate(shares)
-            ]
-        )
+        self._use(self._first_pools(keys))
         self.preload = self._preload(list(pins))
+
+    def _first_pools(self, future: Sequence[tuple[int, Sequence[int]]]) -> list[Eviction]:
+        """The pools of all slots; ``future``: layer and keys of each coming batch."""
+        by_kind = self.per_layer is None
+        shares = self._by_kind(self.capacity) if by_kind else self._shares(self.capacity).tolist()
+        pool_of: Sequence[int] = self._kinds if by_kind else range(self.num_layers)
+        return [
+            self._pool(share, index, [keys for layer, keys in future if pool_of[layer] == index])
+            for index, share in enumerate(shares)
+        ]
 
     def _use(self, pools: list[Eviction]) -> None:
         self._distinct = pools

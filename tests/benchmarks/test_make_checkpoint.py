@@ -206,6 +206,6 @@ def test_a_dynamic_file_has_layers_of_two_sizes(tmp_path: Path, monkeypatch: pyt
     tensors = read_gguf(path).tensors
     for name in ("blk.0.ffn_gate_exps", "blk.0.ffn_up_exps", "blk.0.ffn_down_exps", "blk.3.ffn_down_exps"):
         tensor = tensors[f"{name}.weight"]
-        values = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(-1, tensor.nbytes // 6 // 256)
-        numbers = gguf.quants.dequantize(values, gguf.GGMLQuantizationType[tensor.type])
-        assert numbers.std() == pytest.approx(0.02, rel=0.05)
+        blocks = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(-1, tensor.nbytes // 6 // 256)
+        values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type])
+        assert values.std() == pytest.approx(0.02, rel=0.05)
