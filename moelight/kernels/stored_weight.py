@@ -40,6 +40,7 @@ class StoredWeight(Tensor):
     stack: Stack
     activations: str
     sizes: tuple[int, int]
+    _kind: tuple[torch.dtype, torch.device]
     _tables: dict[int, ExpertTable | None]
 
     @staticmethod
@@ -49,8 +50,16 @@ class StoredWeight(Tensor):
         sizes = sum(matrix.rows for matrix in stack), stack[0].columns
         made = Tensor._make_wrapper_subclass(StoredWeight, sizes, dtype=dtype, device=device)
         made.stack, made.activations, made.sizes = stack, activations, sizes
-        made._tables = {}
+        made._kind, made._tables = (dtype, device), {}
         return made
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # asked for at every call, and torch's own is slow here
+        return self._kind[0]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._kind[1]
 
     def table(self, index: int) -> ExpertTable | None:
         """What a GPU multiplies matrix ``index`` of the stack by; None if Triton does not."""
@@ -122,8 +131,10 @@ def product_of_all(x: Tensor, weights: Sequence[StoredWeight]) -> Tensor:
 
 def _product_on_cpu(x: Tensor, stack: Stack, bias: Tensor | None, activations: str) -> Tensor:
     """`stored_product` in float32 where values are unpacked to floats, rounded to x's dtype."""
-    integers = all(served(activations, matrix) == INT8 for matrix in stack)
-    return stored_product(x if integers else widened(x), stack, bias, activations=activations).to(x.dtype)
+    forms = [served(activations, matrix) for matrix in stack]
+    inputs = widened(x) if any(form != INT8 for form in forms) else x
+    result = _product_of_forms(inputs, stack, bias, forms)
+    return result if inputs is x else result.to(x.dtype)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -135,15 +146,20 @@ def widened(x: Tensor) -> Tensor:
 def stored_product(x: Tensor, stack: Stack, bias: Tensor | None = None, *, activations: str = "auto") -> Tensor:
     """x [T, C] on the CPU times all rows of ``stack``, plus ``bias`` -> [T, R], with ``activations`` where a matrix has
     integers: by our kernels, else with the values of some rows at a time."""
+    return _product_of_forms(x, stack, bias, [served(activations, matrix) for matrix in stack])
+
+
+def _product_of_forms(x: Tensor, stack: Stack, bias: Tensor | None, forms: Sequence[str]) -> Tensor:
+    """`stored_product` with the activations ``forms``, one for each matrix."""
     out = RESULTS.empty((x.shape[0], sum(matrix.rows for matrix in stack)), x.dtype)
     first = 0
-    for matrix in stack:
+    for matrix, form in zip(stack, forms, strict=True):
         columns = slice(first, first + matrix.rows)
-        some, served_activations = None if bias is None else bias[columns], served(activations, matrix)
+        some, part = None if bias is None else bias[columns], out if len(stack) == 1 else out[:, columns]
         if native.available():
-            cpu_linear(x, matrix, some, activations=served_activations, out=out[:, columns])
+            cpu_linear(x, matrix, some, activations=form, out=part)
         else:
-            _by_blocks(x, matrix, some, served_activations, out[:, columns])
+            _by_blocks(x, matrix, some, form, part)
         first += matrix.rows
     return out
 

@@ -51,7 +51,8 @@ NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 # Those of `tests.kernels.quantized.FORMATS` whose products are compiled: every kind, and every layout of ggml's blocks.
 QUANTISED = ("packed int4", "packed int4 short", "fp8 blocks", "int8 groups", "mxfp4", "gptq int4", "awq")
 # And with rows rounded to int8: every kind, sums of either sort, groups of 32 to 256.
-INTEGERS = ("packed int4", "packed int8", "gptq int4 in order", "awq rows", "mxfp4", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
+INTEGERS = ("packed int4", "packed int8", "gptq int4 in order", "awq rows", "mxfp4", "Q8_0", "Q4_0", "Q5_1", "Q4_K")
+INTEGERS += ("Q6_K",)
 QUANTISED += ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "IQ4_NL", "MXFP4")
 QUANTISED += ("TQ1_0", "IQ2_XXS", "IQ3_S", "IQ1_M")
 
