@@ -15,6 +15,7 @@ Legend: T tokens, N outputs, K inputs, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -92,7 +93,8 @@ def cpu_expert_ffn(
     gate_up       E tensors [2I, H], gate rows before up rows, at any address. Beside ``up`` the gate [I, H] alone; with
                   an activation that is not gated up alone
     down          E tensors [H, I]
-    up            E tensors [I, H], if apart; quantised otherwise than ``gate_up``, torch computes
+    up            E tensors [I, H], if apart; quantised otherwise than ``gate_up``, each product is a `cpu_linear` of
+                  float32 tokens
     offsets       int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1]
     activation    or a name: silu, gelu_tanh (gelu(gate) up), swiglu_oai (gpt-oss's, clamped at 7)
     interleaved   rows of gate and up alternate in ``gate_up``, and in its bias
@@ -114,6 +116,8 @@ def cpu_expert_ffn(
         for name, matrices in weights.items():
             check_integers(name, by_side[name == "down"], *(matrices or ()))
         options: dict[str, Any] = {"activation": act, "interleaved": interleaved} | biases
+        if extension is not None:
+            options["product"] = partial(_widened_linear, threads=threads)
         return stored(quantized.expert_ffn(x, gate_up, down, cuts, up=up, activations=by_side, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
@@ -127,8 +131,13 @@ def cpu_expert_ffn(
     return out
 
 
+def _widened_linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: str, *, threads: int) -> Tensor:
+    """`cpu_linear` of ``x`` in float32, as its result is."""
+    return cpu_linear(x.float(), weight, bias, activations=activations, threads=threads)
+
+
 def _differ(gate_up: Weights, up: Weights | None) -> bool:
-    """Whether gate and up are stored in different formats, for which there is no kernel."""
+    """Whether gate and up are stored in different formats, for which there is no kernel of a whole expert."""
     if up is None:
         return False
     first, second = (next((weight for weight in weights if weight is not None), None) for weights in (gate_up, up))
