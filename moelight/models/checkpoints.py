@@ -132,9 +132,10 @@ def _open_gguf(path: Path) -> OpenCheckpoint:
 def _open_gguf_graph(file: GGUFFile, name: str, row: GraphArchitecture) -> OpenCheckpoint:
     """Open ``file``, whose family has no other way than its module graph. Raises as `_graph_of`."""
     values = config_values_of(file, name, row)
-    model = GraphModel(on_meta(config_of(values, where=str(file.path))))
+    config = config_of(values, where=str(file.path))
+    model = GraphModel(on_meta(config))
     checkpoint = graph_checkpoint(file, name, row, model)
-    opened, weights = _graph_of(model.config, model, checkpoint, json.dumps(values), file.path.stem, file.path)
+    opened, weights = _graph_of(config, model, checkpoint, json.dumps(values), file.path.stem, file.path)
     return replace(opened, profile=with_stored_weights(opened.profile, weights, GGUF_KIND))
 
 

@@ -8,7 +8,8 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -123,6 +124,15 @@ def gguf_parts(path: Path) -> list[Path]:
     return _parts_of(path, _read_part(path)[0])
 
 
+def metadata_numbers(path: Path) -> dict[str, GGMLTensor]:
+    """The float32 numbers and lists of the metadata of the model of which ``path`` is a file, as tensors by their
+    keys; raises CheckpointError as `read_gguf`."""
+    first = gguf_parts(path)[0]
+    with _opened(first) as header:
+        header.read()
+    return header.floats
+
+
 def _parts_of(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
     """The parts of the model of which ``path`` is one: by its name, else by what other files beside it say they are."""
     count = metadata.get("split.count", 1)
@@ -191,9 +201,16 @@ def _joined(parts: list[Path]) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:
+    with _opened(path) as header:
+        return header.read()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Header]:
+    """The header of ``path``; what is wrong with it is a CheckpointError."""
     try:
         with open(open_regular(path), "rb") as file:
-            return _Header(file, path, os.fstat(file.fileno()).st_size).read()
+            yield _Header(file, path, os.fstat(file.fileno()).st_size)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; fetch the missing part of the model") from None
     except OSError as error:
@@ -208,6 +225,7 @@ class _Header:
     def __init__(self, file: Any, path: Path, size: int) -> None:
         self._file, self._path, self._size = file, path, size
         self._position, self._most = 0, min(size, _MOST_HEADER)
+        self.floats: dict[str, GGMLTensor] = {}
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGMLTensor]]:
         if self._size < len(_MAGIC) or self._bytes(len(_MAGIC)) != _MAGIC:
@@ -285,6 +303,7 @@ class _Header:
         if kind == _BOOL:
             return bool(self._number("B"))
         if kind in _NUMBERS:
+            self._note(key, kind, 1)
             return self._number(_NUMBERS[kind])
         if kind != _ARRAY:
             raise ValueError(f"the value of {quoted(key)} has the type {kind}, from 0 to 12 are known")
@@ -296,6 +315,7 @@ class _Header:
         letter = "?" if element == _BOOL else _NUMBERS.get(element)
         if letter is None:
             raise ValueError(f"{quoted(key)} is an array of values of type {element}")
+        self._note(key, element, count)
         return list(struct.unpack(f"<{count}{letter}", self._bytes(count * struct.calcsize(f"<{letter}"))))
 
     def _name(self) -> str:
@@ -304,6 +324,13 @@ class _Header:
         if not name.isprintable():
             raise ValueError(f"names a key or tensor {_shown(name)}")
         return name
+
+    def _note(self, key: str, kind: int, count: int) -> None:
+        """Remember the place of float32 numbers that begin here."""
+        if _NUMBERS.get(kind) == "f":
+            self.floats[key] = GGMLTensor(
+                name=key, file=self._path, type="F32", shape=(count,), offset=self._position, nbytes=4 * count
+            )
 
     def _string(self, max_length: int) -> str:
         length = self._number("Q")

@@ -109,9 +109,10 @@ class GraphArchitecture:
         plus_one: parts of names of the norms that are stored with one added.
         negated_exp: parts of names of tensors that are stored as -exp(x).
         renamed: parts of tensors' names in the file, and in the module where gguf-py's map does not lead there.
-        joined: names in the module of matrices that are stored as two, with the parts of the names of those.
-        orders: by parts of names the orders in which rows are stored, of `weights.gguf_orders`.
+        joined: names in the module of matrices that are stored in parts, with the parts of the names of those.
+        orders: by parts of names the orders in which rows are stored, or parts of a matrix, of `weights.gguf_orders`.
         stored: by parts of names further functions of values that are stored, of `weights.stored_matrix`.
+        by_layer: by keys of the metadata, which have a number for each layer, the parameter that it is in the module.
     """
 
     model_type: str
@@ -122,9 +123,10 @@ class GraphArchitecture:
     plus_one: tuple[str, ...] = ()
     negated_exp: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
-    joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     orders: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, str] = field(default_factory=dict)
+    by_layer: Mapping[str, str] = field(default_factory=dict)
 
     def stored_as(self, part: str) -> str:
         """How the numbers of tensor ``blk.N.part`` are stored, as of `StoredMatrix`."""
@@ -150,7 +152,8 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
     heads = max(_per_layer(keys, "attention.head_count")) if differ else keys.integer("attention.head_count", least=1)
     hidden = keys.integer("embedding_length", least=1)
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads), least=1)
-    keys.only("attention.value_length", (head_dim,), f"and keys have {head_dim} numbers")
+    if "attention.value_length" not in row.keys:
+        keys.only("attention.value_length", (head_dim,), f"and keys have {head_dim} numbers")
     fields, model_type = row.more(keys), family_of(file, name, row)
     values: dict[str, Any] = {
         "num_hidden_layers": layers_of(keys),
@@ -246,7 +249,7 @@ def windows(keys: Metadata, period: int) -> dict[str, Any]:
     key = f"{keys.name}.attention.sliding_window_pattern"
     pattern, layers = keys.file.metadata.get(key, period), layers_of(keys)
     if isinstance(pattern, list):
-        if len(pattern) < layers or any(type(entry) is not bool for entry in pattern):
+        if len(pattern) < layers or any(type(entry) not in (bool, int) or entry not in (0, 1) for entry in pattern):
             raise keys.error(f"{key} does not say of each layer whether it has the window")
         flags = pattern[:layers]
     elif type(pattern) is int and pattern > 0:
@@ -682,10 +685,14 @@ def _laguna(keys: Metadata) -> dict[str, Any]:
     }
 
 
-def _granite_swa(keys: Metadata) -> dict[str, Any]:
+def _stated_windows(keys: Metadata) -> dict[str, Any]:
     if f"{keys.name}.attention.sliding_window_pattern" not in keys.file.metadata:
         raise keys.error(f"the metadata key {keys.name}.attention.sliding_window_pattern is missing")
-    return {**_granite(keys), **windows(keys, 4)}
+    return windows(keys, 4)
+
+
+def _granite_swa(keys: Metadata) -> dict[str, Any]:
+    return {**_granite(keys), **_stated_windows(keys)}
 
 
 def _stablelm(keys: Metadata) -> dict[str, Any]:
@@ -735,6 +742,218 @@ def _hunyuan_moe(keys: Metadata) -> dict[str, Any]:
         keys.only(key, (width,), f"and feed_forward_length {width}")
     keys.only("expert_shared_count", (1,), "and 1 shared expert is computed")
     return {}
+
+
+def _latent_attention(keys: Metadata) -> dict[str, Any]:
+    """Queries, keys and values of latents, as `conversion/deepseek.py` states their sizes."""
+    rope, width = keys.integer("rope.dimension_count", least=1), keys.integer("attention.key_length_mla", least=1)
+    compressed = any(name.endswith(".attn_q_a.weight") for name in keys.file.tensors)
+    return {
+        "q_lora_rank": keys.integer("attention.q_lora_rank", least=1) if compressed else None,
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank", least=1),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": width - rope,
+        "v_head_dim": keys.integer("attention.value_length_mla", least=1),
+        "num_key_value_heads": keys.integer("attention.head_count", least=1),
+        "head_dim": rope,
+        "rope_parameters": rotary(keys, {}),
+    }
+
+
+def _groups_of_experts(keys: Metadata) -> dict[str, Any]:
+    groups = keys.integer("expert_group_count", 0)
+    return {
+        "n_group": max(1, groups),
+        "topk_group": keys.integer("expert_group_used_count", least=1) if groups > 1 else 1,
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": keys.get("expert_weights_norm", False),
+    }
+
+
+def _deepseek32(keys: Metadata) -> dict[str, Any]:
+    keys.need("expert_gating_func")
+    _only(keys, "sigmoid", "sigmoid")
+    return {
+        **_latent_attention(keys),
+        **_groups_of_experts(keys),
+        "mlp_layer_types": _routed(keys),
+        "index_n_heads": keys.integer("attention.indexer.head_count", least=1),
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=1),
+        "index_topk": keys.integer("attention.indexer.top_k", least=1),
+    }
+
+
+_SHARED_INDEX = 1 << 20  # positions, from which on files without a key share the choice of keys among layers
+
+
+def _glm_dsa(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "sigmoid", "sigmoid")
+    layers, name = layers_of(keys), f"{keys.name}.attention.indexer.types"
+    choose = keys.file.metadata.get(name)
+    if choose is None:
+        shared = keys.integer("context_length", least=1) >= _SHARED_INDEX
+        choose = [not shared or layer < 2 or layer % 4 == 2 for layer in range(layers)]
+    if not isinstance(choose, list) or len(choose) < layers or any(type(entry) is not bool for entry in choose):
+        raise keys.error(f"{name} does not say of each layer whether it chooses keys of its own")
+    return {
+        **_latent_attention(keys),
+        **_groups_of_experts(keys),
+        "mlp_layer_types": _routed(keys),
+        "index_n_heads": keys.integer("attention.indexer.head_count", least=1),
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=1),
+        "index_topk": keys.integer("attention.indexer.top_k", least=1),
+        "indexer_types": ["full" if chooses else "shared" for chooses in choose[:layers]],
+    }
+
+
+_MISTRAL4_BETA = 0.1  # of all published models, which the converter leaves out
+
+
+def _mistral4(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "softmax", "softmax")
+    fields = {**_latent_attention(keys), **_groups_of_experts(keys)}
+    rope = fields["rope_parameters"]
+    if rope["rope_type"] != "yarn":
+        raise keys.error(f"{keys.name} without yarn is not read; use the checkpoint in safetensors")
+    rope["llama_4_scaling_beta"] = keys.number("attention.temperature_scale", _MISTRAL4_BETA)
+    width = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
+    return {**fields, "head_dim": width, "first_k_dense_replace": _routed(keys).count("dense")}
+
+
+def _minimax_m3(keys: Metadata) -> dict[str, Any]:
+    _only(keys, "sigmoid", "sigmoid")
+    keys.only("expert_weights_norm", (True,), "and the sum of weights is 1 in this family")
+    keys.only("expert_shared_count", (1,), "and 1 shared expert is computed")
+    tensors, width = keys.file.tensors, keys.integer("expert_feed_forward_length", least=1)
+    shared = next((tensor for name, tensor in tensors.items() if name.endswith(".ffn_gate_shexp.weight")), None)
+    chooses = (f"blk.{layer}.indexer.q_proj.weight" in tensors for layer in range(layers_of(keys)))
+    return {
+        "intermediate_size": width,
+        "dense_intermediate_size": keys.integer("feed_forward_length", least=1),
+        "shared_intermediate_size": width if shared is None else shared.shape[0],
+        "mlp_layer_types": _routed(keys),
+        "layer_types": ["minimax_m3_sparse" if sparse else FULL for sparse in chooses],
+        "index_n_heads": keys.integer("attention.indexer.head_count", least=1),
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=1),
+        "index_topk_blocks": keys.integer("attention.indexer.top_k", least=1),
+        "index_block_size": keys.integer("attention.indexer.block_size", least=1),
+        "index_local_blocks": keys.integer("attention.indexer.local_blocks"),
+    }
+
+
+def _mimo2(keys: Metadata) -> dict[str, Any]:
+    """Layers with the window have twice as many heads of keys."""
+    _only(keys, "sigmoid", "sigmoid")
+    kinds, head_dim = _stated_windows(keys)["layer_types"], _head_dim(keys)
+    heads = _by_kind(keys, "attention.head_count_kv", kinds)
+    if SLIDING in kinds and FULL in kinds and heads[SLIDING] != 2 * heads[FULL]:
+        raise keys.error(
+            f"{keys.name}.attention.head_count_kv is {heads[SLIDING]} with the window and {heads[FULL]} without, and "
+            "twice as many with it are computed; use the checkpoint in safetensors"
+        )
+    rope = _window_rotary(keys, head_dim)
+    rope[SLIDING]["partial_rotary_factor"] = keys.integer("rope.dimension_count", head_dim, least=1) / head_dim
+    return {
+        **_groups_of_experts(keys),
+        "norm_topk_prob": True,
+        "layer_types": kinds,
+        "mlp_layer_types": _routed(keys),
+        "num_key_value_heads": heads[FULL] if FULL in kinds else heads[SLIDING] // 2,
+        "v_head_dim": keys.integer("attention.value_length", head_dim, least=1),
+        "attention_value_scale": keys.number("attention.value_scale", 1.0) or 1.0,
+        "rope_parameters": rope,
+    }
+
+
+def _step35(keys: Metadata) -> dict[str, Any]:
+    """Layers without the window rotate half of what the file says, and their divisors of frequencies come first."""
+    _only(keys, "sigmoid", "sigmoid")
+    keys.only("expert_weights_norm", (True,), "and the sum of weights is 1 in this family")
+    kinds, head_dim = _stated_windows(keys)["layer_types"], _head_dim(keys)
+    heads, rope = _by_kind(keys, "attention.head_count", kinds), _window_rotary(keys, head_dim)
+    rotated = keys.integer("rope.dimension_count", head_dim, least=2) // 2
+    rope[FULL]["partial_rotary_factor"] = rotated / head_dim
+    for factors in ("short_factor", "long_factor"):
+        if factors in rope[FULL]:
+            rope[FULL][factors] = rope[FULL][factors][: rotated // 2]
+    rope[SLIDING]["partial_rotary_factor"] = 2 * rotated / head_dim
+    return {
+        "allow_global_per_layer_attribute_access": True,  # by transformers' own check of the divisors
+        "layer_types": kinds,
+        "mlp_layer_types": _routed(keys),
+        "num_attention_heads": heads[FULL],
+        "num_sliding_attention_heads": heads[SLIDING],
+        "share_expert_dim": keys.integer("expert_shared_feed_forward_length", least=1),
+        "moe_router_scaling_factor": keys.number("expert_weights_scale", 1.0) or 1.0,
+        "swiglu_limits": _limits(keys, "swiglu_clamp_exp"),
+        "swiglu_limits_shared": _limits(keys, "swiglu_clamp_shexp"),
+        "rope_parameters": {kind: rope[kind] for kind in dict.fromkeys(kinds)},
+    }
+
+
+def _limits(keys: Metadata, key: str) -> list[float] | None:
+    """The number ``key`` of each layer, 0 for none."""
+    values, layers = keys.file.metadata.get(f"{keys.name}.{key}"), layers_of(keys)
+    if values is None:
+        return None
+    values = values if isinstance(values, list) else [values] * layers
+    if len(values) < layers or not all(type(value) is float and value >= 0 for value in values):
+        raise keys.error(f"{keys.name}.{key} must have a number for each of {layers} layers")
+    return [float(f"{value:.7g}") for value in values[:layers]]
+
+
+def _gpt2(keys: Metadata) -> dict[str, Any]:
+    """Files have four times the width of the embedding as that of the feed-forward, whatever its matrices have."""
+    matrix = keys.file.tensors.get("blk.0.ffn_up.weight")
+    width = keys.integer("feed_forward_length") if matrix is None else matrix.shape[0]
+    return {"n_inner": width, "pad_token_id": None}
+
+
+def _starcoder(keys: Metadata) -> dict[str, Any]:
+    heads, key_heads = keys.integer("attention.head_count", least=1), keys.integer("attention.head_count_kv", least=1)
+    keys.only("attention.head_count_kv", (1, heads), f"and with {heads} heads 1 or all have keys of their own")
+    return {**_gpt2(keys), "multi_query": key_heads < heads}
+
+
+def _falcon_h1(keys: Metadata) -> dict[str, Any]:
+    """Files have all multipliers within the matrices."""
+    inner, heads = keys.integer("ssm.inner_size", least=1), keys.integer("ssm.time_step_rank", least=1)
+    tensors = keys.file.tensors
+    ones = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+    return {
+        **{f"{name}_multiplier": 1.0 for name in ones},
+        "mlp_multipliers": [1.0, 1.0],
+        "ssm_multipliers": [1.0] * 5,
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": keys.integer("ssm.group_count", least=1),
+        "mamba_expand": max(1, inner // keys.integer("embedding_length", least=1)),
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in tensors,
+        "mamba_proj_bias": "blk.0.ssm_in.bias" in tensors,
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": "blk.0.attn_output.bias" in tensors,
+    }
+
+
+def _kimi_linear(keys: Metadata) -> dict[str, Any]:
+    keys.need("expert_gating_func")
+    _only(keys, "sigmoid", "sigmoid")
+    attend, tensors = _mixers(keys), keys.file.tensors
+    gates = (tensors.get(f"blk.{layer}.ssm_beta.weight") for layer in range(layers_of(keys)))
+    heads = next((gate.shape[0] for gate in gates if gate is not None), 0)
+    fields = _latent_attention(keys)
+    del fields["rope_parameters"]  # nothing is rotated
+    return {
+        **fields,
+        **_groups_of_experts(keys),
+        "norm_topk_prob": True,
+        "layer_types": [FULL if attends else "linear_attention" for attends in attend],
+        "mlp_layer_types": _routed(keys),
+        "linear_head_dim": keys.integer("kda.head_dim", least=1),
+        "linear_num_heads": heads or keys.integer("attention.head_count", least=1),
+    }
 
 
 def _phimoe(keys: Metadata) -> dict[str, Any]:
@@ -792,11 +1011,38 @@ _QWEN35: Mapping[str, Any] = MappingProxyType(
         "stored": {"ssm_out": "heads_in_rounds"},
     }
 )
+_LATENT_KEYS = (
+    "attention.key_length_mla",
+    "attention.kv_lora_rank",
+    "attention.q_lora_rank",
+    "attention.value_length",
+    "attention.value_length_mla",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "leading_dense_block_count",
+)
+_INDEXER = tuple(f"attention.indexer.{key}" for key in ("head_count", "key_length", "top_k"))
+# kv_b, which files have as the keys' part of each head, transposed, and the values' part.
+_LATENT: Mapping[str, Any] = MappingProxyType(
+    {
+        "joined": {"model.layers.{layer}.self_attn.kv_b_proj.weight": ("attn_k_b.weight", "attn_v_b.weight")},
+        "orders": {"attn_k_b": "keys_and_values"},
+    }
+)
 _SSM = ("ssm.group_count", "ssm.inner_size", "ssm.time_step_rank")
 
 GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
     {
         "afmoe": GraphArchitecture(model_type="afmoe", more=_afmoe, keys=(*_GATED, *_PATTERN)),
+        "apertus": GraphArchitecture(
+            model_type="apertus",
+            by_layer={
+                f"xielu.{name}": f"model.layers.{{layer}}.mlp.act_fn.{name}"
+                for name in ("alpha_n", "alpha_p", "beta", "eps")
+            },
+        ),
         "arcee": GraphArchitecture(model_type="arcee", heads_in_pairs=True),
         # Ling 2.0, which transformers does not have; it computes Sarvam's models, of this architecture, by this family.
         "bailingmoe2": GraphArchitecture(
@@ -811,6 +1057,9 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         ),
         "command-r": GraphArchitecture(model_type="cohere", more=_command_r, keys=("logit_scale",)),
         "dbrx": GraphArchitecture(model_type="dbrx", more=_dbrx, keys=_DBRX),
+        "deepseek32": GraphArchitecture(
+            model_type="deepseek_v32", more=_deepseek32, keys=(*_LATENT_KEYS, *_INDEXER, *_GATED), **_LATENT
+        ),
         "dots1": GraphArchitecture(model_type="dots1", more=_sigmoid, keys=_GATED),
         "ernie4_5": GraphArchitecture(model_type="ernie4_5"),
         "ernie4_5-moe": GraphArchitecture(
@@ -818,10 +1067,18 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             more=_ernie,
             keys=("interleave_moe_layer_step", "leading_dense_block_count", "expert_shared_feed_forward_length"),
         ),
+        "exaone": GraphArchitecture(model_type="exaone"),
         "exaone-moe": GraphArchitecture(
             model_type="exaone_moe", more=_exaone_moe, keys=("expert_shared_feed_forward_length", *_GATED, *_PATTERN)
         ),
         "exaone4": GraphArchitecture(model_type="exaone4", more=_exaone4, keys=_PATTERN),
+        "falcon-h1": GraphArchitecture(
+            model_type="falcon_h1",
+            more=_falcon_h1,
+            keys=_SSM,
+            negated_exp=("ssm_a",),
+            renamed={"ssm_dt.bias": "model.layers.{layer}.mamba.dt_bias"},
+        ),
         "gemma": GraphArchitecture(model_type="gemma", plus_one=_NORMS),
         "gemma2": GraphArchitecture(model_type="gemma2", more=_gemma2, plus_one=_NORMS),
         "gemma3": GraphArchitecture(
@@ -837,8 +1094,20 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
                 "layer_output_scale.weight": "model.layers.{layer}.layer_scalar",
             },
         ),
+        "glm-dsa": GraphArchitecture(
+            model_type="glm_moe_dsa",
+            more=_glm_dsa,
+            keys=(*_LATENT_KEYS, *_INDEXER, "attention.indexer.types", *_GATED),
+            **_LATENT,
+        ),
         "glm4": GraphArchitecture(model_type="glm4"),
         "glm4moe": GraphArchitecture(model_type="glm4_moe", more=_sigmoid, keys=_GATED),
+        "gpt2": GraphArchitecture(
+            model_type="gpt2",
+            more=_gpt2,
+            keys=("feed_forward_length",),
+            stored=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), "transposed"),
+        ),
         "gptneox": GraphArchitecture(
             model_type="gpt_neox", more=_gpt_neox, orders=dict.fromkeys(("attn_qkv", "attn_qkv.bias"), "by_head")
         ),
@@ -879,6 +1148,19 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             model_type="hy_v3", more=_hy_v3, keys=("expert_shared_feed_forward_length", "expert_weights_norm", *_GATED)
         ),
         "jamba": GraphArchitecture(model_type="jamba", more=_jamba, keys=_SSM, negated_exp=("ssm_a",)),
+        "jais2": GraphArchitecture(model_type="jais2", more=_nemotron, keys=("attention.layer_norm_rms_epsilon",)),
+        "kimi-linear": GraphArchitecture(
+            model_type="kimi_linear",
+            more=_kimi_linear,
+            keys=(*_LATENT_KEYS, "kda.head_dim", *_GATED),
+            negated_exp=("ssm_a",),
+            renamed={"ssm_dt.bias": "model.layers.{layer}.self_attn.dt_bias"},
+            joined={
+                **_LATENT["joined"],
+                "model.layers.{layer}.self_attn.conv1d.weight": tuple(f"ssm_conv1d_{part}.weight" for part in "qkv"),
+            },
+            orders=_LATENT["orders"],
+        ),
         "laguna": GraphArchitecture(
             model_type="laguna",
             more=_laguna,
@@ -903,8 +1185,55 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         "minimax-m2": GraphArchitecture(
             model_type="minimax_m2", more=_minimax_m2, keys=("expert_feed_forward_length", *_GATED)
         ),
+        "mimo2": GraphArchitecture(
+            model_type="mimo_v2_flash",
+            more=_mimo2,
+            keys=(
+                "attention.value_length",
+                "attention.value_scale",
+                "expert_group_count",
+                "expert_group_used_count",
+                "expert_weights_norm",
+                "expert_weights_scale",
+                "rope.freq_base_swa",
+                *_GATED,
+                *_PATTERN,
+            ),
+        ),
+        "minimax-m3": GraphArchitecture(
+            model_type="minimax_m3_vl_text",
+            more=_minimax_m3,
+            keys=(
+                *_INDEXER,
+                "attention.indexer.block_size",
+                "attention.indexer.local_blocks",
+                "expert_feed_forward_length",
+                "expert_shared_count",
+                "expert_weights_norm",
+                "leading_dense_block_count",
+                *_GATED,
+            ),
+            plus_one=(*_NORMS, "indexer.q_norm", "indexer.k_norm"),
+            renamed={
+                f"indexer.{part}.weight": f"model.layers.{{layer}}.self_attn.indexer.{part}.weight"
+                for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+            },
+            joined={
+                f"model.layers.{{layer}}.mlp.{path}.weight": (
+                    f"ffn_gate{end}.weight",
+                    f"ffn_up{end}.weight",
+                )
+                for path, end in (("gate_up_proj", ""), ("shared_experts.gate_up_proj", "_shexp"))
+            },
+        ),
         "mistral3": GraphArchitecture(
             model_type="ministral3", more=_mistral3, keys=("attention.temperature_scale",), heads_in_pairs=True
+        ),
+        "mistral4": GraphArchitecture(
+            model_type="mistral4",
+            more=_mistral4,
+            keys=(*_LATENT_KEYS, "attention.temperature_scale", *_GATED),
+            **_LATENT,
         ),
         "nemotron": GraphArchitecture(model_type="nemotron", more=_nemotron, plus_one=_NORMS),
         **dict.fromkeys(
@@ -957,28 +1286,76 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         "seed_oss": GraphArchitecture(model_type="seed_oss"),
         "smollm3": GraphArchitecture(model_type="smollm3", more=_no_rope, heads_in_pairs=True),
         "stablelm": GraphArchitecture(model_type="stablelm", more=_stablelm),
+        "starcoder": GraphArchitecture(model_type="gpt_bigcode", more=_starcoder, keys=("feed_forward_length",)),
         "starcoder2": GraphArchitecture(model_type="starcoder2"),
+        "step35": GraphArchitecture(
+            model_type="step3p7",
+            more=_step35,
+            keys=(
+                "attention.head_count",
+                "expert_shared_feed_forward_length",
+                "expert_weights_norm",
+                "expert_weights_scale",
+                "leading_dense_block_count",
+                "moe_every_n_layers",
+                "rope.freq_base_swa",
+                "swiglu_clamp_exp",
+                "swiglu_clamp_shexp",
+                *_GATED,
+                *_PATTERN,
+            ),
+            plus_one=_NORMS,
+        ),
     }
 )
 
 
-# Architectures that are not read, and the model_type of the same models in safetensors, which runs.
-FROM_SAFETENSORS: Mapping[str, str] = MappingProxyType(
+# Architectures that are not read, whose models run from safetensors: their model_type, and what of files is not read.
+FROM_SAFETENSORS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "deepseek32": "deepseek_v32",
-        "deepseek4": "deepseek_v4",
-        "dots3note": "dots3_note_text",
-        "glm-dsa": "glm_moe_dsa",
-        "glm5-next": "glm5_next",
-        "gpt2": "gpt2",
-        "hy_v4": "hy_v4",
-        "kimi-linear": "kimi_linear",
-        "mimo2": "mimo_v2_flash",
-        "minimax-01": "minimax",
-        "minimax-m3": "minimax_m3_vl_text",
-        "mistral4": "mistral4",
-        "qwen4exp": "qwen4_exp_text",
-        "step35": "step3p7",
+        "deepseek4": ("deepseek_v4", "hyper-connections, compressed keys, and experts that the token chooses"),
+        "dots3note": ("dots3_note_text", "two kinds of latent attention, whose norms hold a scale that no key states"),
+        "glm5-next": ("glm5_next", "hyper-connections, and indexers of pooled keys"),
+        "hy_v4": ("hy_v4", "hyper-connections"),
+        "minicpm3": ("minicpm3", "scales of embeddings, residuals and logits, which llama.cpp's code fixes"),
+        "minimax-01": ("minimax", "linear attention under the names of MiniMax's own code"),
+        "muse-glimmer": ("muse_glimmer", "a factor of queries that is stored as the weights of a norm"),
+        "qwen4exp": ("qwen4_exp_text", "hyper-connections, and hashes of n-grams that are metadata"),
+    }
+)
+_ALONE = "transformers computes their attention outside of its interface, through which it is served here"
+_STATES = "transformers computes their states in a way that is not served here"
+# Architectures of models that are not computed, though transformers has code for them.
+NOT_SERVED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("bloom", "falcon", "gptj", "mpt"), _ALONE),
+        **dict.fromkeys(("mamba", "mamba2"), _STATES),
+        "gemma3n": "differences of rounding grow within their layers, so they cannot be compared with transformers",
+    }
+)
+# Architectures of models that do not continue a text.
+_NO_TEXT = "its models encode, listen, speak or see, or guess tokens of another model, and do not continue texts alone"
+NO_TEXT = frozenset(
+    {
+        "bert",
+        "clip",
+        "dflash",
+        "eagle3",
+        "eurobert",
+        "gemma-embedding",
+        "gemma4-assistant",
+        "jina-bert-v2",
+        "jina-bert-v3",
+        "llama-embed",
+        "modern-bert",
+        "neo-bert",
+        "nomic-bert",
+        "nomic-bert-moe",
+        "pockettts",
+        "qwen3tts",
+        "t5",
+        "t5encoder",
+        "wavtokenizer-dec",
     }
 )
 # Architectures of models that transformers has no code for.
@@ -1056,8 +1433,13 @@ def architecture_of(file: GGUFFile) -> tuple[str, Architecture | GraphArchitectu
     reason = "`moelight models` lists the architectures that are, and the families that run from safetensors"
     if name in NOT_COMPUTED:
         reason = "transformers has no code for these models"
-    elif isinstance(name, str) and (family := FROM_SAFETENSORS.get(name)) is not None:
-        reason = f"the family runs from safetensors (model_type {family})"
+    elif isinstance(name, str) and name in NOT_SERVED:
+        reason = f"these models do not run: {NOT_SERVED[name]}"
+    elif name in NO_TEXT:
+        reason = _NO_TEXT
+    elif isinstance(name, str) and name in FROM_SAFETENSORS:
+        family, unread = FROM_SAFETENSORS[name]
+        reason = f"its files have {unread}; the family runs from safetensors (model_type {family})"
     elif isinstance(name, str):
         reason = f"{reason}{did_you_mean(name, names)}"
     raise ConfigError(f"{file.path}: general.architecture {quoted(name)} is not read; {reason}")

@@ -25,6 +25,8 @@ class StackedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if not self.parts[0].shape:
+            return ()
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     @property

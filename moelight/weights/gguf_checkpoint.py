@@ -13,7 +13,8 @@ from moelight.formats.format import ITEM_BYTES
 from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
 from moelight.profiles.quantization import expert_module
-from moelight.weights.boxes import AssembledInfo, Tiled, concatenated
+from moelight.weights.boxes import AssembledInfo, Tiled
+from moelight.weights.gguf_orders import keys_and_values
 from moelight.weights.source import Checkpoint
 from moelight.weights.stored_matrix import ggml_matrix, gguf_expert_matrix
 from moelight.weights.tensor_info import TensorInfo
@@ -76,10 +77,7 @@ def _keys_and_values(model: GGUFModel, name: str, layer: int, dtype: str) -> Ten
         tensor = model.tensors[half, layer]
         matrix = ggml_matrix(tensor, columns=tensor.shape[-1])
         parts.append(Tiled.of(matrix.as_values(f"{name} of {tensor.name}", dtype, tensor.shape)))
-    keys, values = parts[0].permute((0, 2, 1)), parts[1]
-    heads, _, rank = keys.shape
-    joined = concatenated((keys, values), 1)
-    tiled = joined.view((heads * joined.shape[1], rank))
+    tiled = keys_and_values(parts)
     return assembled_info(name, model.tensors["k_b", layer].file, tiled, dtype)
 
 

@@ -1,12 +1,13 @@
-"""Orders in which llama.cpp's converter stores the rows of linear attention, undone on the places of the stored numbers
-(`weights.boxes`). Nothing is read.
+"""Orders in which llama.cpp's converter stores rows, and parts in which it stores a matrix, undone on the places of the
+stored numbers (`weights.boxes`). Nothing is read.
 
-Heads of values belong to groups, one for each head of keys. transformers has the heads of a group together.
+In linear attention, heads of values belong to groups, one for each head of keys. transformers has the heads of a group
+together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moelight.weights.boxes import Tiled, concatenated
@@ -59,6 +60,20 @@ def _by_head(stored: Tiled, config: Any) -> Tiled:
     return parts.permute((1, 0, *range(2, len(parts.shape)))).view(stored.shape)
 
 
+def keys_and_values(parts: Sequence[Tiled]) -> Tiled:
+    """kv_b [heads x (width + width of values), rank] of keys [heads, rank, width] and values [heads, width, rank]."""
+    keys, values = parts
+    joined = concatenated((keys.permute((0, 2, 1)), values), 1)
+    heads, width, rank = joined.shape
+    return joined.view((heads * width, rank))
+
+
+def _rows(parts: Sequence[Tiled]) -> Tiled:
+    """The rows of all parts, one after another."""
+    return concatenated(parts, 0)
+
+
+JOINS: Mapping[str, Callable[[Sequence[Tiled]], Tiled]] = {"": _rows, "keys_and_values": keys_and_values}
 ORDERS: Mapping[str, Callable[[Tiled, Any], Tiled]] = {
     "values_in_rounds": _values,
     "values_in_rounds_last": _queries_keys_values,

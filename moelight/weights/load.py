@@ -251,7 +251,7 @@ def values_between(info: TensorInfo, begin: int, count: int, dtype: torch.dtype)
     matrix = info.matrices[0]
     line = matrix.columns
     first, last = begin // line, (begin + count - 1) // line + 1
-    if matrix.heads:
+    if matrix.indivisible:
         first, last = 0, matrix.rows
     matrix = matrix.rows_of(first, last)
     rows = dequantised(matrix, torch.empty((matrix.rows, line), dtype=dtype))

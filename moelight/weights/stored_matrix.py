@@ -19,7 +19,7 @@ from moelight.formats.matrix import Matrix
 from moelight.formats.registry import SUFFIXES
 from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
-from moelight.weights.tensor_info import StoredMatrix, TensorInfo
+from moelight.weights.tensor_info import TRANSPOSED, StoredMatrix, TensorInfo
 
 TORCH = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -41,6 +41,8 @@ INVERSES: Mapping[str, Callable[[Tensor, StoredMatrix], Tensor]] = {
     "heads_in_rounds": lambda stored, matrix: (
         stored.unflatten(1, (*matrix.rounds, -1)).transpose(1, 2).reshape(stored.shape)
     ),
+    # Of modules that have a row for each input: all numbers at once, column by column.
+    TRANSPOSED: lambda stored, _: stored.T.reshape(stored.shape),
 }
 
 

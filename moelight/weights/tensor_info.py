@@ -14,6 +14,7 @@ from moelight.formats.matrix import Matrix
 from moelight.formats.plain import PLAIN_FORMATS
 
 Shape = tuple[int, ...]
+TRANSPOSED = "transposed"  # of ``stored_as``
 
 
 def row_major(shape: Shape) -> Shape:
@@ -119,6 +120,11 @@ class StoredMatrix(Matrix[TensorInfo]):
     stack: int = 1
 
     @property
+    def indivisible(self) -> bool:
+        """Whether rows are not stored in transformers' order, so that all are read at once."""
+        return self.heads > 0 or self.stored_as == TRANSPOSED
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes in memory: each tensor that says more than a shape, aligned."""
         return sum(align_up(info.nbytes, PAGE_ALIGNMENT) for suffix, info in self.tensors.items() if suffix != SHAPE)
@@ -141,7 +147,7 @@ class StoredMatrix(Matrix[TensorInfo]):
                 raise self.error(self.stored.names[0], f"is not to be divided at rows {begin} and {end}")
             tensors = {suffix: info.part(begin // rows, self.stack) for suffix, info in self.tensors.items()}
             return replace(self, rows=rows, stack=1, tensors=tensors)
-        if self.heads:
+        if self.indivisible:
             raise self.error(self.stored.names[0], "has its rows in another order, so they are not taken by themselves")
         tensors = dict(self.tensors)
         for suffix, info in tensors.items():

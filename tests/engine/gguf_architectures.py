@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moelight.core.errors import MoelightError
@@ -32,6 +33,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
 from moelight.models.graph import self_test
+from moelight.models.graph.model import language_model
 from moelight.profiles import gguf_tested
 from moelight.profiles.gguf_tested import ArchitectureTest, read_tests, write_tests
 from tests.engine import gguf_quantized
@@ -53,11 +55,39 @@ _LONG = {
     "original_max_position_embeddings": 32,
 }
 _DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+Fixed = Mapping[str, Any]
+_STEP: Fixed = {
+    "vision_config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "mlp_ratio": 2.0,
+    },
+    "text_config": {
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_sliding_attention_heads": 8,
+        "per_layer_config": {layer: {"num_attention_heads": 8} for layer in (1, 2)},
+        "query_pre_attn_scalar": 16,
+        "share_expert_dim": 32,
+        "sliding_window": 8,
+        "moe_router_scaling_factor": 3.0,
+        "swiglu_limits": [0.0, 0.0, 0.05, 0.1],
+        "swiglu_limits_shared": [0.0, 0.1, 0.0, 0.05],
+        "rope_parameters": {
+            kind: {**_DEFAULT, "rope_theta": theta, "partial_rotary_factor": factor}
+            for kind, theta, factor in (("full_attention", 5e6, 0.5), ("sliding_attention", 1e4, 1.0))
+        },
+    },
+}
 # By architecture the family, and values of its config that files do not state and llama.cpp's code fixes. What is in
 # brackets is another config of the same architecture.
-Fixed = Mapping[str, Any]
 FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "afmoe": ("afmoe", {"mup_enabled": True}),
+    "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
     "bailingmoe2": ("sarvam_moe", {"rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5}}),
     "bailingmoe2 (groups)": ("sarvam_moe", {"n_group": 4, "topk_group": 2}),
@@ -69,11 +99,31 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "deepseek2": ("deepseek_v2", {}),
     "deepseek2 (GLM-4.7-Flash)": ("glm4_moe_lite", {}),
     "deepseek2 (V3)": ("deepseek_v3", {}),
+    "deepseek32": ("deepseek_v32", {}),
     "dots1": ("dots1", {}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5-moe": ("ernie4_5_moe", {}),
+    "exaone": ("exaone", {}),
     "exaone-moe": ("exaone_moe", {}),
     "exaone4": ("exaone4", {}),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            **{
+                f"{name}_multiplier": 0.5 + 0.25 * number
+                for number, name in enumerate(
+                    ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+                )
+            },
+            "head_dim": 16,
+            "mlp_multipliers": [0.75, 1.5],
+            "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 1.75],
+            "mamba_d_ssm": 128,
+            "mamba_d_head": 32,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": "head_dim"}),
     "gemma3": ("gemma3_text", {"query_pre_attn_scalar": "head_dim"}),
@@ -100,9 +150,11 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
             "per_layer_config": {layer: {"head_dim": 32} for layer in (2, 5)},
         },
     ),
+    "glm-dsa": ("glm_moe_dsa", {"indexer_types": ["full", "full", "shared", "full"]}),
     "glm4": ("glm4", {}),
     "glm4moe": ("glm4_moe", {}),
     "gpt-oss": ("gpt_oss", {}),
+    "gpt2": ("gpt2", {}),
     "gptneox": ("gpt_neox", {}),
     "granite": ("granite", {}),
     "granite_swa": ("granite_swa", {}),
@@ -114,6 +166,15 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "hunyuan-moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
     "hy_v3": ("hy_v3", {}),
     "jamba": ("jamba", {}),
+    "jais2": ("jais2", {}),
+    "kimi-linear": (
+        "kimi_linear",
+        {
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "num_hidden_layers": 4,
+        },
+    ),
     "laguna": (
         "laguna",
         {
@@ -128,8 +189,29 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "llama (experts)": ("mixtral", {}),
     "llama4": ("llama4_text", {"attention_chunk_size": 8192, "floor_scale": 8192}),
     "mellum": ("mellum", {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
+    "mimo2": (
+        "mimo_v2_flash",
+        {
+            "rope_parameters": {
+                kind: {**_DEFAULT, "rope_theta": theta, "partial_rotary_factor": 0.5}
+                for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+            },
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "num_hidden_layers": 4,
+        },
+    ),
     "minimax-m2": ("minimax_m2", {"rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5}}),
+    "minimax-m3": (
+        "minimax_m3_vl_text",
+        {
+            "rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5},
+            "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+        },
+    ),
     "mistral3": ("ministral3", {}),
+    "mistral4": ("mistral4", {}),
     "nemotron": ("nemotron", {}),
     "nemotron_h_moe": ("nemotron_h", {}),
     "olmo": ("olmo", {"clip_qkv": 8.0}),
@@ -185,7 +267,39 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {}),
     "stablelm": ("stablelm", {}),
+    "starcoder": ("gpt_bigcode", {}),
     "starcoder2": ("starcoder2", {}),
+    "step35": ("step3p7", _STEP),
+    "step35 (Llama 3)": (
+        "step3p7",
+        {
+            **_STEP,
+            "text_config": {
+                **_STEP["text_config"],
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "llama3",
+                        "rope_theta": 5e6,
+                        "partial_rotary_factor": 0.5,
+                        **_LLAMA3,
+                    },
+                    "sliding_attention": {**_DEFAULT, "partial_rotary_factor": 1.0},
+                },
+            },
+        },
+    ),
+}
+_STEP_PUBLISHED: Fixed = {
+    "text_config": {
+        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
+        "moe_layers_enum": "1,2,3",
+        "moe_num_experts": 8,
+        "moe_top_k": 2,
+        "norm_expert_weight": True,
+        "num_attention_groups": 2,
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+        "rope_theta": [5e6, 1e4, 1e4, 5e6],
+    },
 }
 # By architecture what config.json of published checkpoints has, the converter reads, and transformers does not write.
 _BAILING = {"num_experts": 8, "num_shared_experts": 1, "score_function": "sigmoid"}
@@ -195,9 +309,55 @@ PUBLISHED: Mapping[str, Fixed] = {
     "cohere2": {"rotary_pct": 1.0},
     "deepseek2 (V3)": {"scoring_func": "sigmoid"},
     "deepseek2 (GLM-4.7-Flash)": {"scoring_func": "sigmoid"},
+    "deepseek32": {"scoring_func": "sigmoid"},
+    "exaone": {"architectures": ["ExaoneForCausalLM"], "activation_function": "silu"},
+    "gpt2": {"n_ctx": 1024},
     "gptneox": {"rotary_pct": 0.25},
     "hunyuan-moe": {"moe_intermediate_size": [96], "moe_topk": [2], "num_shared_expert": [1]},
+    "kimi-linear": {
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [3],
+            "kda_layers": [1, 2, 4],
+            "head_dim": "linear_head_dim",
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "moe_router_activation_func": "sigmoid",
+        "num_shared_experts": 1,
+    },
+    "mimo2": {
+        "hybrid_layer_pattern": [0, 1, 1, 0],
+        "layernorm_epsilon": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": None,
+        "rope_theta": 5e6,
+        "scoring_func": "sigmoid",
+        "swa_head_dim": "head_dim",
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_rope_theta": 1e4,
+        "swa_v_head_dim": "v_head_dim",
+        "topk_method": "noaux_tc",
+    },
     "minimax-m2": {"rotary_dim": 8, "scoring_func": "sigmoid"},
+    "minimax-m3": {
+        "architectures": ["MiniMaxM3SparseForCausalLM"],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "n_shared_experts": 1,
+        "rotary_dim": 8,
+        "scoring_func": "sigmoid",
+        "sparse_attention_config": {
+            "sparse_num_index_heads": 2,
+            "sparse_index_dim": "index_head_dim",
+            "sparse_topk_blocks": 3,
+            "sparse_block_size": 4,
+            "sparse_local_block": 1,
+        },
+    },
+    "mistral4": {"architectures": ["Ministral3ForCausalLM"]},
+    "step35": _STEP_PUBLISHED,
+    "step35 (Llama 3)": _STEP_PUBLISHED,
     **{
         f"qwen{number}": {
             "architectures": [f"{named}ForConditionalGeneration"],
@@ -209,6 +369,14 @@ PUBLISHED: Mapping[str, Fixed] = {
     "phimoe": {"architectures": ["PhiMoEForCausalLM"], "original_max_position_embeddings": 4096},
     "phimoe (128k)": {"architectures": ["PhiMoEForCausalLM"]},
 }
+
+
+# By architecture the family whose conversions give the names of published checkpoints, where the text alone has none.
+SAVED_AS: Mapping[str, str] = {"minimax-m3": "minimax_m3_vl"}
+
+
+# Parts of names that transformers saves otherwise than published checkpoints have them.
+RENAMED: Mapping[str, tuple[str, str]] = {"kimi-linear": ("layers.0.block_sparse_moe.", "layers.0.mlp.")}
 
 
 def architecture(name: str) -> str:
@@ -225,8 +393,10 @@ def config_for(name: str) -> Any:
     family, fixed = FAMILIES[name]
     config = sized(self_test.tiny(config_of(family, **_NEEDED.get(family, {}))))
     fields = config.to_dict()
-    fields |= {key: fields.get(value, value) if isinstance(value, str) else value for key, value in fixed.items()}
-    return type(config)(**fields)
+    fixed = {key: fields.get(value, value) if isinstance(value, str) else value for key, value in fixed.items()}
+    for part in config.sub_configs.keys() & fixed.keys():
+        fixed[part] = fields[part] | fixed[part]
+    return type(config)(**fields | fixed)
 
 
 def save_checkpoint(name: str, directory: Path, spare: int = 0) -> Any:
@@ -239,10 +409,36 @@ def save_checkpoint(name: str, directory: Path, spare: int = 0) -> Any:
 
 
 def publish(name: str, directory: Path) -> None:
-    """Write into ``config.json`` of ``directory`` what those of published checkpoints have."""
+    """Write the checkpoint in ``directory`` as published ones are, where transformers saves it otherwise."""
+    if (family := SAVED_AS.get(name)) is not None:
+        from transformers import AutoModelForCausalLM
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model._weight_conversions = get_checkpoint_conversion_mapping(family)
+        model.save_pretrained(directory)
+    if name in RENAMED:
+        tensors = load_file(directory / "model.safetensors")
+        tensors = {key.replace(*RENAMED[name]): tensor for key, tensor in tensors.items()}
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     if name in PUBLISHED:
         path = directory / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | PUBLISHED[name]))
+        path.write_text(json.dumps(published(name, json.loads(path.read_text()))))
+
+
+def published(name: str, config: Fixed) -> dict[str, Any]:
+    """``config``, of architecture ``name``, with what `PUBLISHED` says; without what it says is None."""
+    result = dict(config)
+    for key, value in PUBLISHED.get(name, {}).items():
+        result[key] = {**result.get(key, {}), **_of(config, value)} if isinstance(value, dict) else _of(config, value)
+    return {key: value for key, value in result.items() if PUBLISHED.get(name, {}).get(key, key) is not None}
+
+
+def _of(config: Fixed, value: Any) -> Any:
+    """``value``, in which names of fields of ``config`` stand for their values."""
+    if isinstance(value, dict):
+        return {key: _of(config, entry) for key, entry in value.items()}
+    return config.get(value, value) if isinstance(value, str) else value
 
 
 def save_tokenizer(directory: Path, size: int) -> None:
@@ -267,9 +463,10 @@ def save_tokenizer(directory: Path, size: int) -> None:
 
 def wanted_tokens(directory: Path) -> list[list[int]]:
     """Greedy tokens of transformers in float32, without its cache."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    kind = language_model(type(AutoConfig.from_pretrained(directory)))
+    model = kind.from_pretrained(directory, dtype=torch.float32)
     answers = []
     for prompt in PROMPTS:
         ids = list(prompt)
@@ -291,19 +488,20 @@ def tokens_of(path: Path, homes: Shares | None = None) -> list[list[int]]:
         return [list(row.token_ids) for row in rows]
 
 
-def convert(source: Path, directory: Path, path: Path) -> str:
-    """Write the checkpoint in ``directory`` to ``path`` with the converter of ``source``; the architecture's name."""
+def convert(source: Path, directory: Path, path: Path, name: str) -> str:
+    """Write the checkpoint of architecture ``name`` in ``directory`` to ``path`` with the converter of ``source``; the
+    name that the file says."""
     vendored = source / "vendor" / "llama.cpp"
     if str(vendored) not in sys.path:
         sys.path[:0] = [str(vendored / "gguf-py"), str(vendored)]
-        for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
-            del sys.modules[name]
+        for module in [module for module in sys.modules if module.partition(".")[0] == "gguf"]:
+            del sys.modules[module]
     import gguf
     from conversion import ModelBase, ModelType, base, get_model_architecture, get_model_class
 
     load, written = ModelBase.load_hparams, json.loads((directory / "config.json").read_text())
     # transformers drops keys of published checkpoints that its classes do not have.
-    ModelBase.load_hparams = staticmethod(lambda *args, **kwargs: written | load(*args, **kwargs))
+    ModelBase.load_hparams = staticmethod(lambda *args, **kwargs: published(name, written | load(*args, **kwargs)))
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     architecture = get_model_architecture(ModelBase.load_hparams(directory, False), ModelType.TEXT)
     kind = get_model_class(architecture)
@@ -313,7 +511,7 @@ def convert(source: Path, directory: Path, path: Path) -> str:
         writer = kind(directory, gguf.LlamaFileType.ALL_F32, path)
         writer.write()
     ModelBase.load_hparams = load
-    return str(writer.gguf_writer.arch)
+    return str(getattr(writer, "impl", writer).gguf_writer.arch)
 
 
 def compared(
@@ -336,7 +534,7 @@ def compared(
         save_checkpoint(name, directory, spare=_SPARE.get(family, 0))
         wanted = wanted_tokens(directory)
         publish(name, directory)
-        written = converter.submit(convert, source, directory, path).result()
+        written = converter.submit(convert, source, directory, path, name).result()
         assert written == architecture(name), f"{family} became {written}"
         header = header_of(path, name)
         try:
@@ -366,7 +564,7 @@ def quantised(
     self_test.random_model(config, 0).save_pretrained(directory)
     save_tokenizer(directory, config.get_text_config().vocab_size - _SPARE.get(FAMILIES[name][0], 0))
     publish(name, directory)
-    converter.submit(convert, source, directory, wide).result()
+    converter.submit(convert, source, directory, wide, name).result()
     for kind in kinds:
         measured = imatrix if kind == gguf_quantized.MEASURED else None
         reason = "" if measured is None else gguf_quantized.write_importance(measured, wide, matrix)

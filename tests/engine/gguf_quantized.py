@@ -18,7 +18,7 @@ BY_IMPORTANCE = ("IQ2_XS", MEASURED)
 DRAWN = tuple(kind for kind in KINDS if kind != MEASURED)
 _WIDTH = 256  # numbers of a block of most kinds
 _WIDE = re.compile(r"(hidden_size|intermediate_size|d_model|intermediate_size_mlp|hidden_size_per_layer_input)$")
-_HEAD = re.compile(r"(head_dim|d_head|state_size|v_head_dim|kv_lora_rank|q_lora_rank)$")
+_HEAD = re.compile(r"(head_dim|d_head|d_ssm|state_size|v_head_dim|kv_lora_rank|q_lora_rank)$")
 
 
 class _Params(ctypes.Structure):

@@ -18,11 +18,12 @@ import torch
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.quants import dequantize, quantize
 from gguf.tensor_mapping import get_tensor_name_map
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Shares
 from moelight.models.checkpoints import open_model
+from moelight.models.graph.model import language_model
 from moelight.models.profiles import profile_of_checkpoint
 from moelight.profiles.gguf_config import ARCHITECTURES
 from moelight.profiles.gguf_families import GRAPH_ARCHITECTURES
@@ -31,8 +32,8 @@ from tests.engine import gguf_architectures as architectures
 
 HEADERS: dict[str, dict[str, Any]] = json.loads(architectures.HEADERS.read_text())
 # One of each rule in the usual tests: pairs of heads, norms plus one, stacks of experts, state spaces, fused rows,
-# heads in rounds.
-USUAL = ("llama (Llama 3)", "gemma3", "glm4moe", "granitehybrid", "phi3 (128k)", "qwen35moe")
+# heads in rounds, matrices by columns.
+USUAL = ("llama (Llama 3)", "gemma3", "glm4moe", "gpt2", "granitehybrid", "phi3 (128k)", "qwen35moe")
 _TYPES = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
 _PLUS_ONE = {"gemma", "gemma2", "gemma3", "qwen35moe"}
 _IN_PAIRS = {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"}
@@ -82,7 +83,7 @@ def write_vocabulary(writer: gguf.GGUFWriter, directory: Path) -> None:
 
 def checkpoint_tensors(name: str, directory: Path) -> dict[str, np.ndarray]:
     """The numbers of the checkpoint by the names and in the order of a file."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = language_model(type(AutoConfig.from_pretrained(directory))).from_pretrained(directory, dtype=torch.float32)
     config = model.config
     label = architectures.architecture(name)
     number = next(number for number, architecture in MODEL_ARCH_NAMES.items() if architecture == label)
@@ -124,10 +125,16 @@ def _parts(key: str, value: torch.Tensor, config: Any) -> list[tuple[str, torch.
     """``value`` under the names that it, or its parts, have for gguf-py."""
     block = re.match(r"model\.layers\.(\d+)\.", key)
     prefix = f"blk.{block[1]}" if block else ""
+    if key.endswith("experts.gate_up_proj") and config.model_type == "mistral4":
+        return [(f"{prefix}.ffn_gate_up_exps.weight", value)]
     if key.endswith(("experts.gate_up_proj", "input_linear.weight")):
         stem = "exps" if value.dim() == 3 else "shexp"
         gate, up = value.chunk(2, dim=-2)
         return [(f"{prefix}.ffn_gate_{stem}.weight", gate), (f"{prefix}.ffn_up_{stem}.weight", up)]
+    if key.endswith("kv_b_proj.weight"):
+        grouped = value.unflatten(0, (config.num_attention_heads, -1))
+        keys, values = grouped.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+        return [(f"{prefix}.attn_k_b.weight", keys.swapaxes(1, 2)), (f"{prefix}.attn_v_b.weight", values)]
     if key.endswith(("experts.down_proj", "block_sparse_moe.output_linear.weight")):
         return [(f"{prefix}.ffn_down_exps.weight", value)]
     return [(key, value)]
@@ -139,6 +146,8 @@ def _stored(name: str, key: str, value: torch.Tensor, config: Any) -> torch.Tens
         heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
         halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         return halves.swapaxes(1, 2).reshape(value.shape)
+    if name == "gpt2" and re.search(r"\.c_(attn|proj|fc)\.weight$", key):
+        return value.T
     if name in _PLUS_ONE and key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight"):
         return value + 1
     if name == "qwen35moe" and ".linear_attn." in key and not key.endswith(".norm.weight"):
@@ -163,7 +172,10 @@ def _in_rounds(key: str, value: torch.Tensor, config: Any) -> torch.Tensor:
         for name in (
             "arcee",
             "ernie4_5",
+            "exaone",
             "gemma2",
+            "glm-dsa",
+            "mistral4",
             "olmo2",
             "qwen2",
             "qwen3",

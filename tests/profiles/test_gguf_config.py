@@ -11,12 +11,15 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.models.graph.family_table import TABLE
+from moelight.models.graph.support import support
 from moelight.profiles.gguf import GGMLTensor, GGUFFile
 from moelight.profiles.gguf_config import ARCHITECTURES, config_values
 from moelight.profiles.gguf_families import (
     FROM_SAFETENSORS,
     GRAPH_ARCHITECTURES,
+    NO_TEXT,
     NOT_COMPUTED,
+    NOT_SERVED,
     architecture_of,
 )
 from tests.engine.test_dense_models import FAMILIES as DENSE
@@ -186,12 +189,18 @@ def test_layers_without_experts_are_those_of_the_tensors() -> None:
 
 
 def test_refusals_name_the_family_that_runs_from_safetensors() -> None:
-    with pytest.raises(ConfigError, match=r"'mimo2' is not read; .* safetensors \(model_type mimo_v2_flash\)$"):
-        architecture_of(file("mimo2"))
+    with pytest.raises(
+        ConfigError, match=r"'deepseek4' is not read; its files have hyper-.* \(model_type deepseek_v4\)$"
+    ):
+        architecture_of(file("deepseek4"))
     with pytest.raises(ConfigError, match=r"'grok' is not read; transformers has no code for these models$"):
         architecture_of(file("grok"))
-    with pytest.raises(ConfigError, match=r"'mamba' is not read; `moelight models` lists "):
+    with pytest.raises(ConfigError, match=r"'mamba' is not read; these models do not run: .* states "):
         architecture_of(file("mamba"))
+    with pytest.raises(ConfigError, match=r"'bert' is not read; its models encode, .* do not continue texts alone$"):
+        architecture_of(file("bert"))
+    with pytest.raises(ConfigError, match=r"'plamo9' is not read; `moelight models` lists "):
+        architecture_of(file("plamo9"))
     with pytest.raises(ConfigError, match=r"'qwen3mo' is not read; .* \(did you mean 'qwen3moe'\?\)$"):
         architecture_of(file("qwen3mo"))
 
@@ -204,10 +213,27 @@ def test_a_llama_without_experts_is_dense() -> None:
 def test_families_that_are_said_to_run_from_safetensors_do() -> None:
     families = json.loads(TABLE.read_text())["families"]
     run = {name for family in families if family.get("how") for name in family["types"]} | set(DENSE)
-    assert set(FROM_SAFETENSORS.values()) <= run
-    assert not FROM_SAFETENSORS.keys() & {*ARCHITECTURES, *GRAPH_ARCHITECTURES}
-    newer = {"deepseek32", "deepseek4", "dots3note", "glm5-next", "hy_v4", "minimax-01", "minimax-m3", "qwen4exp"}
+    graphs = {"minicpm3", "muse_glimmer"}  # `test_more_families_run`
+    assert {family for family, _ in FROM_SAFETENSORS.values()} <= run | graphs
+    refused = {*FROM_SAFETENSORS, *NOT_SERVED, *NO_TEXT, *NOT_COMPUTED}
+    assert not refused & {*ARCHITECTURES, *GRAPH_ARCHITECTURES}
+    assert len(refused) == sum(map(len, (FROM_SAFETENSORS, NOT_SERVED, NO_TEXT, NOT_COMPUTED))), "one reason each"
+    newer = {"deepseek4", "dots3note", "glm5-next", "hy_v4", "minimax-01", "muse-glimmer", "qwen4exp"}
     assert FROM_SAFETENSORS.keys() <= set(gguf.MODEL_ARCH_NAMES.values()) | newer  # than the package
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "runs"),
+    [
+        *((family, True) for family in ("minicpm3", "muse_glimmer")),
+        *((family, False) for family in ("bloom", "falcon", "gptj", "mpt", "mamba", "mamba2")),
+    ],
+)
+def test_more_families_run(family: str, runs: bool) -> None:
+    from transformers import AutoConfig
+
+    assert (support(AutoConfig.for_model(family)).how is not None) == runs
 
 
 def test_families_that_are_said_to_be_without_code_are() -> None:

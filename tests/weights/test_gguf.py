@@ -16,7 +16,7 @@ import torch
 from moelight.core.errors import CheckpointError, ConfigError
 from moelight.hrm.inventory import inventory
 from moelight.profiles.families import profile_from_config
-from moelight.profiles.gguf import GGML_TYPES, gguf_parts, read_gguf
+from moelight.profiles.gguf import GGML_TYPES, gguf_parts, metadata_numbers, read_gguf
 from moelight.profiles.gguf_config import hf_rows
 from moelight.profiles.gguf_models import open_gguf
 from moelight.profiles.hf_config import HFConfig
@@ -30,6 +30,26 @@ from tests.weights.packers import dequantized
 def test_types_and_their_sizes_are_those_of_the_package() -> None:
     theirs = {kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGML_QUANT_SIZES}
     assert theirs == GGML_TYPES
+
+
+def test_float_numbers_of_the_metadata_have_places(tmp_path: Path) -> None:
+    """As parameters that files have as metadata (Apertus)."""
+    path, written = tmp_path / "tiny.gguf", {"xielu.beta": [0.5, -0.25, 3.0], "xielu.eps": [-1e-6]}
+    writer = gguf.GGUFWriter(path, "apertus")
+    writer.add_array("general.tags", ["first"])
+    writer.add_array("xielu.beta", written["xielu.beta"])
+    writer.add_uint32("apertus.block_count", 3)
+    writer.add_float32("xielu.eps", written["xielu.eps"][0])
+    writer.add_tensor("output_norm.weight", torch.ones(4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    result = metadata_numbers(path)
+    assert result.keys() == written.keys()
+    for key, tensor in result.items():
+        values = struct.unpack_from(f"<{tensor.shape[0]}f", path.read_bytes(), tensor.offset)
+        assert list(values) == pytest.approx(written[key])
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -258,11 +278,11 @@ def test_a_name_that_is_no_text_is_refused_as_escapes(small: bytes, tmp_path: Pa
 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
-    writer = gguf.GGUFWriter(path, "mamba")
+    writer = gguf.GGUFWriter(path, "plamo9")
     writer.add_tensor("x", torch.zeros(4).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"'mamba' is not read; `moelight models` lists the architectures that are"):
+    with pytest.raises(ConfigError, match=r"'plamo9' is not read; `moelight models` lists the architectures that are"):
         open_gguf(path)

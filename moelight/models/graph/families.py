@@ -24,6 +24,7 @@ STATEFUL: Mapping[str, StateSpec] = {
     "BailingHybridDeltaAttention": _RECURRENT,
     "BambaMixer": _RECURRENT,
     "Glm5NextTextLinearAttention": _RECURRENT,
+    "FalconH1Mixer": _PART,
     "GraniteMoeHybridMambaLayer": _RECURRENT,
     "JambaMambaMixer": StateSpec(stepwise=True),
     "KimiLinearDeltaAttention": _RECURRENT,

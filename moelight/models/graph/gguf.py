@@ -24,16 +24,17 @@ from moelight.models.graph.model import GraphModel, config_of, on_meta
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.stored import with_stored_weights
 from moelight.models.graph.weights import not_read, paged, renamer, weights_in
-from moelight.profiles.gguf import GGMLTensor, GGUFFile, read_gguf
+from moelight.profiles.gguf import GGMLTensor, GGUFFile, metadata_numbers, read_gguf
 from moelight.profiles.gguf_config import Metadata
 from moelight.profiles.gguf_families import GraphArchitecture, architecture_of, family_of, graph_values
 from moelight.profiles.model import ModelProfile
-from moelight.weights.boxes import Tiled, concatenated
+from moelight.weights.boxes import Tiled
 from moelight.weights.gguf_checkpoint import assembled_info, expert_infos, matrix_info
-from moelight.weights.gguf_orders import ORDERS, rounds_of
+from moelight.weights.gguf_orders import JOINS, ORDERS, rounds_of
 from moelight.weights.ignored import PREDICTION
 from moelight.weights.loose_experts import layer_of
 from moelight.weights.source import Checkpoint, IgnoredTensor, TensorInfo
+from moelight.weights.tensor_info import TRANSPOSED
 
 GGUF_KIND = "GGUF"
 _BLOCK = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>.+)")
@@ -45,12 +46,18 @@ _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 def config_values_of(file: GGUFFile, name: str, row: GraphArchitecture) -> dict[str, Any]:
     """Return the values that ``config.json`` would have; raises ConfigError as `graph_values` does."""
-    default = config_of({"model_type": family_of(file, name, row)}, where=str(file.path))
+    config = config_of({"model_type": family_of(file, name, row)}, where=str(file.path))
+    default: Any = config.get_text_config()
     fields, spelled = default.to_dict().keys(), type(default).attribute_map
     values = graph_values(file, name, row, (fields | spelled.keys()).__contains__)
     if "rope_parameters" in values and not _rotates_a_share(default.to_dict().get("rope_parameters") or {}):
         values["rope_parameters"] = _rotary_without(values["rope_parameters"])
-    return {spelled.get(key, key): value for key, value in values.items()}
+    values = {spelled.get(key, key): value for key, value in values.items()}
+    within = next((name for name in config.sub_configs if getattr(config, name) is default), None)
+    if within is None:
+        return values
+    outer = {key: values.pop(key) for key in ("model_type", "dtype", "tie_word_embeddings") if key in values}
+    return {**outer, within: values}
 
 
 def _rotates_a_share(rope: Mapping[str, Any]) -> bool:
@@ -95,6 +102,7 @@ def graph_checkpoint(file: GGUFFile, name: str, row: GraphArchitecture, model: G
                     "convert the model again"
                 )
             infos[info.name] = info
+    infos |= {info.name: info for info in names.of_metadata()}
     return Checkpoint(directory=file.path, listing=file.path, tensors=MappingProxyType(infos), ignored=tuple(ignored))
 
 
@@ -176,6 +184,22 @@ class _Names:
         rows = list(self._fused(tensor, part, layer))
         yield from rows or [self.as_stored(tensor)]
 
+    def of_metadata(self) -> Iterator[TensorInfo]:
+        """The parameters that are numbers of the metadata."""
+        listed = metadata_numbers(self._file.path) if self._row.by_layer else {}
+        for key, name in self._row.by_layer.items():
+            stored = listed.get(key)
+            count = 0 if stored is None else stored.shape[0]
+            if stored is None or count not in (1, self._blocks):
+                raise CheckpointError(
+                    f"{self._file.path}: the metadata key {key} must have one number, or one for each of "
+                    f"{self._blocks} layers; convert the model again"
+                )
+            for layer in range(self._layers):
+                offset = stored.offset + 4 * (layer if count > 1 else 0)
+                number = replace(stored, name=f"{key} of layer {layer}", shape=(1,), offset=offset, nbytes=4)
+                yield self._info(name.format(layer=layer), number, key)
+
     def by_parameter(self) -> dict[str, str]:
         """The name in the file of each parameter that has one of its own."""
         result: dict[str, str] = {}
@@ -189,27 +213,37 @@ class _Names:
         return result
 
     def _joined(self, name: str, parts: list[str]) -> TensorInfo:
-        """The matrix ``name`` that is stored as the tensors ``parts``, its rows one after another."""
+        """The matrix ``name`` that is stored as the tensors ``parts``."""
         tensors = self._file.tensors
         if (missing := next((part for part in parts if part not in tensors), None)) is not None:
             raise CheckpointError(f"{self._file.path}: tensor {quoted(missing)} is missing; fetch the whole file")
-        tiles = [
-            Tiled.of(matrix_info(f"{name} of {part}", tensors[part], tensors[part].shape, self._dtype))
-            for part in parts
-        ]
-        return self._ordered(name, tensors[parts[0]], concatenated(tiles, 0), parts[0].split(".", 2)[2], self._dtype)
+        tiles, first = [], tensors[parts[0]]
+        for part in parts:
+            tensor = tensors[part]
+            shape = tensor.shape if len(tensor.shape) < 4 else tuple(size for size in tensor.shape if size != 1)
+            tiles.append(Tiled.of(matrix_info(f"{name} of {part}", tensor, shape, self._dtype)))
+        part, target = parts[0].split(".", 2)[2], self._state[self._rename(name)[0]]
+        try:
+            stored = JOINS.get(self._row.orders.get(part.removesuffix(".weight"), ""), JOINS[""])(tiles)
+            stored = stored.view(tuple(target.shape)) if _alike(target.shape, stored.shape) else stored
+        except ValueError:
+            raise self._mis_shaped(first) from None
+        return self._ordered(name, first, stored, part, self._dtype)
+
+    def _mis_shaped(self, tensor: GGMLTensor) -> CheckpointError:
+        return CheckpointError(
+            f"{tensor.file}: tensor {quoted(tensor.name)} {list(tensor.shape)} has no rows of the heads that "
+            "the metadata state; convert the model again"
+        )
 
     def _ordered(self, name: str, tensor: GGMLTensor, stored: Tiled, part: str, dtype: str) -> TensorInfo:
         """The matrix ``name`` of ``stored``, whose rows are put in the order of the family."""
-        order = self._row.orders.get(part.removesuffix(".weight"))
+        order = ORDERS.get(self._row.orders.get(part.removesuffix(".weight"), ""))
         if order is not None:
             try:
-                stored = ORDERS[order](stored, self._config)
+                stored = order(stored, self._config)
             except (AttributeError, ValueError):
-                raise CheckpointError(
-                    f"{tensor.file}: tensor {quoted(tensor.name)} {list(tensor.shape)} has no rows of the heads that "
-                    "the metadata state; convert the model again"
-                ) from None
+                raise self._mis_shaped(tensor) from None
         return assembled_info(name, tensor.file, stored, dtype)
 
     def _find(self, full: str, part: str, layer: int) -> str | None:
@@ -258,6 +292,7 @@ class _Names:
         if self._row.heads_in_pairs and part.partition(".")[0] in ("attn_q", "attn_k"):
             heads = self._heads[part[len("attn_")]]
         stored_as = self._row.stored_as(part.removesuffix(".weight"))
+        shape = shape[::-1] if stored_as == TRANSPOSED else shape
         rounds = rounds_of(self._config) if stored_as == "heads_in_rounds" else (1, 1)
         info = matrix_info(name, tensor, shape, dtype, heads=heads, stored_as=stored_as, rounds=rounds)
         if part.removesuffix(".weight") in self._row.orders:

@@ -10,6 +10,7 @@ Legend: T rows of the micro-batch, H hidden, V vocabulary; others as in `effects
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -95,6 +96,8 @@ class GraphModel:
         self.config: PretrainedConfig = self._decoder.config
         if (reason := refusal(self.config)) is not None:
             raise ConfigError(f"{self.config.model_type}: {reason}")
+        if not hasattr(self.config, "max_position_embeddings"):
+            raise ConfigError(f"{self.config.model_type}: its config has no max_position_embeddings")
         self._by_length = length_rule(self.config)
         self._body = self._decoder.forward
         outer = next(child for child in module.children() if self._decoder in set(child.modules()))
@@ -523,9 +526,12 @@ def fill_buffers(module: Any) -> None:
         if not names:
             continue
         for name in names:
-            setattr(part, name, torch.empty_like(getattr(part, name), device="cpu"))
+            buffer = torch.zeros_like(getattr(part, name), device="cpu")
+            setattr(part, name, buffer.fill_(math.nan) if buffer.is_floating_point() else buffer)
         with torch.no_grad():
             model._init_weights(part)
+            if any(bool(getattr(part, name).isnan().any()) for name in names):
+                model._init_weights(model)  # some compute the buffers of their parts
 
 
 def _register() -> None:

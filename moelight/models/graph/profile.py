@@ -285,12 +285,11 @@ def _experts(model: GraphModel, run: _DryRun, where: str) -> ExpertSpec:
                 input_size=None if run.expert_input == model.config.hidden_size else run.expert_input,
                 transposed=form.outward.transposed and form.inward[0].transposed,
                 interleaved=form.interleaved,
-                by_torch=recognised(form) is None,
             )
         )
     if len(specs) > 1:
         raise ConfigError(f"{where}: its layers have experts of {len(specs)} sizes, and pages have one")
-    return specs.pop()
+    return replace(specs.pop(), by_torch=any(recognised(form) is None for form in model.forms))
 
 
 def _tensors(model: GraphModel, owners: Collection[nn.Module]) -> Iterator[StoredTensor]:

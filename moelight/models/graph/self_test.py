@@ -218,6 +218,7 @@ _SIZES: dict[str, int] = {  # fields that are sizes alone and what they become; 
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_intermediate_size"), 32),
     **dict.fromkeys(("mamba_d_head",), 32),
+    **dict.fromkeys(("mamba_d_ssm",), _HEADS * 32),
     **dict.fromkeys(("num_attention_heads", "swa_num_attention_heads", "mamba_num_heads", "mamba_n_heads"), _HEADS),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "num_linear_attention_heads"), _HEADS),
     **dict.fromkeys(("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim", "kv_channels", "index_head_dim"), 16),
@@ -352,6 +353,9 @@ def short_rotations(fields: dict[str, Any]) -> None:
         return
     if rope.get("original_max_position_embeddings"):
         rope["original_max_position_embeddings"] = min(rope["original_max_position_embeddings"], _ORIGINAL)
+    for kind in rope.values():  # of layers of one kind
+        if isinstance(kind, dict):
+            short_rotations({"rope_parameters": kind, "head_dim": fields.get("head_dim")})
     half = int((fields.get("head_dim") or 16) * rope.get("partial_rotary_factor", 1.0)) // 2
     for name in ("long_factor", "short_factor"):
         if name in rope:
@@ -506,7 +510,11 @@ def random_model(config: PretrainedConfig, seed: int) -> Any:
         for name, weight in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             if not weight.is_meta:
                 continue
-            new = torch.empty(weight.shape, dtype=torch.float32 if weight.is_floating_point() else weight.dtype)
+            new = (
+                torch.rand(weight.shape)
+                if weight.is_floating_point()
+                else torch.empty(weight.shape, dtype=weight.dtype)
+            )
             setattr(part, name, nn.Parameter(new, requires_grad=False) if name in part._parameters else new)
     module.tie_weights()
     with torch.no_grad():

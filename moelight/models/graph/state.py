@@ -169,10 +169,12 @@ class StatefulModule:
             arguments["attention_mask"] = self._mask(state, hidden, count) if self.spec.opaque else None
         try:
             return self._forward(**arguments)
-        except NotImplementedError:
+        except (NotImplementedError, RuntimeError):
             if not hidden.is_meta:
                 raise
-            return (torch.zeros_like(hidden), *[None] * (self.spec.returns - 1))  # its shapes depend on values
+            # Its shapes depend on values, or it has buffers with values.
+            outputs = (torch.zeros_like(hidden), *[None] * (self.spec.returns - 1))
+            return outputs if self.spec.returns > 1 else outputs[0]
 
     def _new_cache(self) -> Any:
         if self.spec.cache is not None:

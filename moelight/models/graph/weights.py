@@ -892,6 +892,8 @@ def _compute_buffers(module: Any, dtype: torch.dtype, device: torch.device) -> N
         part._buffers.update(fresh)
         with torch.no_grad():
             model._init_weights(part)
+            if any(buffer is not None and _is_unwritten(buffer) for buffer in map(part._buffers.get, fresh)):
+                model._init_weights(model)  # some compute the buffers of their parts
         for name in fresh:
             current = part._buffers[name]
             if not isinstance(current, Tensor) or _is_unwritten(current):
