@@ -4,6 +4,6 @@
 moelight::Kernel moelight::ffn_avx2_pairs(WeightType weight) {
   if (weight != WeightType::kQuantized) return pairs_kernel<false>();
   Kernel kernel = pairs_kernel<true>();
-  kernel.unpacking = [](const Quantized& like) { return Unpacking{unpack_wide_of(like)}; };
+  kernel.unpacking = unpacking_wide_of;
   return kernel;
 }

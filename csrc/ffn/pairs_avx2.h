@@ -20,6 +20,7 @@
 #include "ffn.h"
 #include "finish.h"
 #include "moelight/simd_avx2.h"
+#include "pair_lanes_avx2.h"
 #include "streams.h"
 
 namespace moelight {
@@ -34,15 +35,6 @@ constexpr int64_t kLeadBytes = 16 << 10;  // that memory is asked for ahead
 // other, instead of block after block.
 constexpr int64_t kStayingBytes = 192 << 10;
 
-inline __m256 even_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
-inline __m256 odd_of(__m256i pairs) {
-  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-}
-// In assembly, because gcc 12 loads the weight again for every token and keeps sums in memory.
-inline __m256 madd(__m256 sum, __m256 weight, __m256 token) {
-  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(weight), "x"(token));
-  return sum;
-}
 inline __m256i load_pairs(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
 // Row r of six, by sums of few registers.
@@ -90,20 +82,6 @@ struct PairPass {
   int64_t x_bytes;
   float* sums;  // kUnitRows apart
 };
-
-// sums[0..kRows) += what lies in the lanes of each, in one tree whatever kRows is.
-template <int kRows>
-inline void add_across(const __m256 (&sum)[kRows], float* sums) {
-  float dots[8];
-#pragma GCC unroll 2
-  for (int i = 0; i < kRows; i += 4) {
-    const auto row = [&](int r) { return sum[i + r < kRows ? i + r : i]; };
-    const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(row(0), row(1)), _mm256_hadd_ps(row(2), row(3)));
-    _mm_storeu_ps(dots + i, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) sums[r] += dots[r];
-}
 
 // kWidened: the rows have been widened; kKeep: they are to be.
 template <int kRows, int kTokens, bool kWidened, bool kKeep, int kHint>
@@ -270,10 +248,45 @@ void multiply_tile(const Product& p, int64_t row, int64_t rows, int64_t first, c
   tile_of(rows, pass, p.tokens, widened, shape.second, left);
 }
 
+// Few tokens, beside each other and widened, meet quantised rows as these are unpacked.
+constexpr int64_t kFewTokens = 4, kBesideBytes = 256 << 10;
+
+// How many tokens lie beside each other where there are `tokens`.
+constexpr int64_t beside_count(int64_t tokens) { return tokens == 3 ? 4 : tokens; }
+
+inline bool sums_unpacked(const Product& p) {
+  return p.unpacking.one != nullptr && p.tokens <= kFewTokens && p.depth % kPairStep == 0 &&
+         beside_count(p.tokens) * p.depth * 4 <= kBesideBytes;
+}
+
+inline void widen_beside(const Product& p, float* to) {
+  const int64_t count = beside_count(p.tokens);
+  for (int64_t k = 0; k < 2 * p.depth; k += kStepBytes) {
+    for (int64_t c = 0; c < count; ++c) {
+      for (int64_t half = 0; half < kStepBytes; half += 32, to += 16) {
+        const __m256i pairs = c < p.tokens ? load_pairs(p.x + c * p.x_bytes + k + half) : _mm256_setzero_si256();
+        _mm256_store_ps(to, even_of(pairs)), _mm256_store_ps(to + 8, odd_of(pairs));
+      }
+    }
+  }
+}
+
+inline void multiply_few(const Product& p, float* tokens, float* sums) {
+  widen_beside(p, tokens);
+  const int64_t side = summed_rows(p.tokens);
+  const SumRows sum = p.tokens == 1 ? p.unpacking.one : p.tokens == 2 ? p.unpacking.two : p.unpacking.four;
+  for (int64_t row = 0; row < p.rows; row += side) {
+    const int64_t ahead = side * ((kLeadBytes + side * p.row_bytes - 1) / std::max<int64_t>(1, side * p.row_bytes));
+    sum(*p.quantized, p.first_row + row, std::min(side, p.rows - row), reinterpret_cast<const char*>(tokens),
+        p.lead_of(row, ahead), p.tokens, sums + row, kUnitRows);
+  }
+}
+
 // Tiles of nearly equal size. By rows what is fetched is the memory `lead` bytes after what is read; by blocks it is
 // the next tile's rows.
 template <bool kQuantised>
 void multiply_pairs(const Product& p, void* scratch, float* sums) {
+  if (kQuantised && sums_unpacked(p)) return multiply_few(p, static_cast<float*>(scratch), sums);
   const TileShape shape = shape_for<kQuantised>(p.tokens);
   const int64_t tiles = (p.rows + shape.rows - 1) / shape.rows, all = p.rows * p.row_bytes;
   auto* const wide = static_cast<char*>(scratch);
@@ -323,7 +336,7 @@ Kernel pairs_kernel() {
           .gap_bytes = 0,
           .token_step = 1,
           .in_place = true,
-          .scratch_bytes = kTileRows * kWideRow,
+          .scratch_bytes = kQuantised ? std::max(kTileRows * kWideRow, kBesideBytes) : kTileRows * kWideRow,
           .multiply = multiply_pairs<kQuantised>,
           .multiply_transposed = nullptr,
           .turn = nullptr,

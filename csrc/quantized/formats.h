@@ -219,14 +219,17 @@ struct Nvfp4 {
                                            .group = 16,
                                            .column_step = 16};
 
+  static float scale(const Quantized& q, int64_t row, int64_t group) {
+    const float narrow = e4m3(static_cast<const uint8_t*>(q.scales)[row * q.groups + group]),
+                factor = float_at(q.zeros);
+    return kDivides ? narrow / factor : narrow * factor;
+  }
   static void decode_line(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
     const uint8_t* const from = q.codes + row * q.row_bytes;
-    const auto* const scales = static_cast<const uint8_t*>(q.scales) + row * q.groups;
-    const float factor = float_at(q.zeros);
     for (int64_t k = first, end = first + size; k < end;) {
-      const float narrow = e4m3(scales[k / 16]), scale = kDivides ? narrow / factor : narrow * factor;
+      const float by = scale(q, row, k / 16);
       for (const int64_t stop = std::min(end, (k / 16 + 1) * 16); k < stop; ++k)
-        *to++ = 0.5f * kTwiceE2m1[(from[k / 2] >> (4 * (k % 2))) & 15] * scale;
+        *to++ = 0.5f * kTwiceE2m1[(from[k / 2] >> (4 * (k % 2))) & 15] * by;
     }
   }
 };

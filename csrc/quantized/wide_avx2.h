@@ -1,97 +1,184 @@
-// Unpacks quantised matrices for products of bf16 activations (ffn/pairs_avx2.h): numbers rounded to bf16, as floats,
-// of each sixteen first the even ones, then the odd ones. Internal linkage.
+// The numbers of quantised matrices for products of bf16 activations (ffn/pairs_avx2.h): rounded to bf16, as floats, of
+// each sixteen first the even ones, then the odd ones. They are stored for many tokens, and meet few of them in
+// registers. A zero has no sign here. Internal linkage.
 #pragma once
 
 #include "affine_avx2.h"
+#include "ffn/pair_lanes_avx2.h"
 
 namespace moelight {
 namespace {
 
-// The numbers of sixteen codes.
-struct Sixteen {
-  __m256 low, high;
+// Rounded to bf16: the sum with 1.5 * 2^16 times its power of two has as many bits left. Bounded numbers alone.
+inline __m256 rounded_to_pairs(__m256 x) {
+  const __m256 power = _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xff800000))));
+  const __m256 far = _mm256_set1_ps(98304.0f), sum = _mm256_fmadd_ps(power, far, x);
+  return _mm256_fnmadd_ps(power, far, sum);
+}
 
-  __m256 at(__m256i index) const {
-    const __m256 second = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index), second);
+// Codes of four bits whose numbers many columns share are looked up.
+template <class Format>
+constexpr bool kLooksUp = kCodeValues<Format> != nullptr || std::is_same_v<Format, formats::Packed<4>> ||
+                          std::is_same_v<Format, formats::Mlx<4>>;
+
+// The bytes of sixteen bf16.
+struct PairTable {
+  __m256i low, high;
+
+  template <class Format>
+  static PairTable of(float times, float less) {
+    __m256 values[2] = {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15)};
+    __m128i words[2];
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kCodeValues<Format> != nullptr) values[i] = _mm256_loadu_ps(kCodeValues<Format> + 8 * i);
+      const __m256 number = rounded_to_pairs(number_of<Format>(values[i], _mm256_set1_ps(times), &less));
+      const __m256i bits = _mm256_srli_epi32(_mm256_castps_si256(number), 16);
+      words[i] = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    }
+    const auto bytes = [&](auto part) {
+      return _mm256_broadcastsi128_si256(_mm_packus_epi16(part(words[0]), part(words[1])));
+    };
+    return {bytes([](__m128i word) { return _mm_and_si128(word, _mm_set1_epi16(255)); }),
+            bytes([](__m128i word) { return _mm_srli_epi16(word, 8); })};
   }
 };
 
-template <class Format>
-inline Sixteen sixteen_of(const Affine& by) {
-  using Wide = WideFormat<Format>;
-  const float* const codes = Wide::kSignedZero ? kTwiceE2m1 : kDoubledE2m1;
-  __m256 low = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), high = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
-  if constexpr (kE2m1<Format>) low = _mm256_loadu_ps(codes), high = _mm256_loadu_ps(codes + 8);
-  return {rounded_to_pairs(Wide::number(low, by)), rounded_to_pairs(Wide::number(high, by))};
+// E4M3 as float16, which are 2^8 smaller: words with a code in the upper byte.
+inline __m256 floats_of_e4m3(__m128i upper_bytes) {
+  return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(upper_bytes, 1), _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
 }
 
-// A part of a row in whole steps. False, with nothing written to be read, where a number may be none.
+// A row whose numbers are asked for by thirty-two columns, of those that were entered.
 template <class Format>
-bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, float* to) {
-  using Wide = WideFormat<Format>;
-  const Wide format(q, row);
-  const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12,
-                                         14, 1, 3, 5, 7, 9, 11, 13, 15);
-  fetch_part(q, format.line, first, size, lead);
-  Parts parts;
-  for (int64_t k = first, end = first + size; k < end;) {
-    const int64_t stop = std::min(end, format.stop(k));
-    const std::array<Affine, 2> by = format.affines(k, k == first, parts);
-    if (!is_finite(by[0].times) || !is_finite(by[0].less) || !is_finite(by[1].times)) return false;
-    Sixteen table;
-    if constexpr (Wide::kTable) table = sixteen_of<Format>(by[0]);
-    for (; k < stop; k += 32, to += 32) {
-      const __m256i codes = _mm256_shuffle_epi8(codes_of(Format(), format.line, k), order);
-      const __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const __m128i even = halves[half], odd = _mm_unpackhi_epi64(even, even);
-        const auto store = [&](__m128i bytes, float* out) __attribute__((always_inline)) {
-          const __m256i index = kSignedBytes<Format> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
-          if constexpr (Wide::kTable) {
-            _mm256_store_ps(out, table.at(index));
-          } else {
-            _mm256_store_ps(out, rounded_to_pairs(Wide::number(Wide::code_of(index), by[half])));
-          }
-        };
-        store(even, to + 16 * half), store(odd, to + 16 * half + 8);
-      }
-    }
+class WideRow {
+ public:
+  WideRow(const Quantized& q, int64_t row) : q_(q), row_(row), line_(q.codes + row * q.row_bytes) {}
+
+  const uint8_t* line() const { return line_; }
+
+  // Columns [first, first + size), at most kAffineColumns, from a group on. False where a number may be huge, tiny or
+  // none.
+  bool enter(int64_t first, int64_t size, int64_t group) {
+    base_ = first / 256 * 256, table_stop_ = first, group_ = group;
+    affines_of<Format>(q_, row_, first, size, group, affines_);
+    return are_bounded<Format>(affines_, first, size) && has_numbers(first, size);
   }
-  return true;
-}
 
-// The same of blocks of points.
+  // Columns [k, k + 32), ascending; their numbers are part<0>() to part<3>().
+  struct Columns {
+    const float *times, *less;
+    __m256i codes, highs;
+  };
+  inline __attribute__((always_inline)) Columns columns(int64_t k) {
+    const auto i = static_cast<uint64_t>(k - base_) / 16;
+    Columns result = {affines_.times + i, affines_.less + i, {}, {}};
+    if constexpr (kLooksUp<Format>) {
+      if (k >= table_stop_) {
+        table_ = PairTable::of<Format>(*result.times, *result.less);
+        table_stop_ = q_.groups == 1 ? q_.columns : ++group_ * q_.group;
+      }
+      const __m256i codes = _mm256_permute4x64_epi64(codes_of(Format(), line_, k), 0xd8);
+      result.codes = _mm256_shuffle_epi8(table_.low, codes), result.highs = _mm256_shuffle_epi8(table_.high, codes);
+    } else if constexpr (std::is_same_v<Format, formats::Fp8>) {
+      result.codes = bytes_at(line_ + k);
+    } else {
+      const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10,
+                                             12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+      result.codes = _mm256_shuffle_epi8(number_codes<Format>(line_, k), order);
+    }
+    return result;
+  }
+  // Eight of each sixteen: the even ones, then the odd ones.
+  template <int kPart>
+  inline __attribute__((always_inline)) __m256 part(const Columns& of) const {
+    if constexpr (kLooksUp<Format>) {
+      const __m256i pairs =
+          kPart < 2 ? _mm256_unpacklo_epi8(of.codes, of.highs) : _mm256_unpackhi_epi8(of.codes, of.highs);
+      return kPart % 2 == 0 ? even_of(pairs) : odd_of(pairs);
+    }
+    const __m128i half = kPart < 2 ? _mm256_castsi256_si128(of.codes) : _mm256_extracti128_si256(of.codes, 1);
+    if constexpr (std::is_same_v<Format, formats::Fp8>) {
+      const __m128i upper = kPart % 2 == 0 ? _mm_slli_epi16(half, 8) : half;
+      return rounded_to_pairs(_mm256_mul_ps(floats_of_e4m3(upper), _mm256_set1_ps(256.0f * *of.times)));
+    }
+    const __m256 code = floats_of_bytes<kSignedCodes<Format>>(kPart % 2 == 0 ? half : _mm_unpackhi_epi64(half, half));
+    const __m256 number = number_of<Format>(code, _mm256_broadcast_ss(of.times + kPart / 2), of.less + kPart / 2);
+    return kE2m1<Format> ? number : rounded_to_pairs(number);
+  }
+
+ private:
+  // E4M3 has codes that are none.
+  bool has_numbers(int64_t first, int64_t size) const {
+    __m256i lost = _mm256_setzero_si256();
+    if constexpr (std::is_same_v<Format, formats::Fp8>) {
+      const __m256i magnitude = _mm256_set1_epi8(127);
+      for (int64_t k = first; k < first + size; k += 32)
+        lost = _mm256_or_si256(lost, _mm256_cmpeq_epi8(_mm256_and_si256(bytes_at(line_ + k), magnitude), magnitude));
+    }
+    return _mm256_testz_si256(lost, lost) != 0;
+  }
+
+  const Quantized& q_;
+  const int64_t row_;
+  const uint8_t* const line_;
+  int64_t base_ = 0, table_stop_ = 0, group_ = 0;
+  PairTable table_ = {};
+  Affines affines_;
+};
+
+// Blocks of points.
 template <class Format>
   requires kHasPoints<Format>
-bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, int64_t lead, float* to) {
-  const __m256i signs = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
-  const __m256i sign = _mm256_set1_epi32(static_cast<int>(0x80000000));
-  fetch_part(q, q.codes + row * q.row_bytes, first, size, lead);
-  float scale = 0.0f;
-  for (int64_t k = first; k < first + size; k += 16, to += 16) {
-    const uint8_t* const p = Format::block_of(q, row, k);
-    if (k == first || k % 256 == 0) scale = Format::scale_of(p);
-    if (!is_finite(scale)) return false;
-    __m256 values[2];
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const Eight from = Format::eight(p, scale, static_cast<int>(k % 256 / 8) + half);
-      const __m128i point = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from.point.data()));
-      const __m256 shifted = _mm256_add_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(point)), _mm256_set1_ps(from.shift));
-      const __m256i turned = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(from.signs)), signs);
-      values[half] = rounded_to_pairs(_mm256_xor_ps(_mm256_mul_ps(_mm256_set1_ps(from.step), shifted),
-                                                    _mm256_castsi256_ps(_mm256_and_si256(turned, sign))));
-    }
-    const auto store = [](__m256 lanes, float* out) {  // two numbers of the first eight, two of the second, and again
-      _mm256_store_ps(out, _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(lanes), 0xd8)));
-    };
-    store(_mm256_shuffle_ps(values[0], values[1], 0x88), to);
-    store(_mm256_shuffle_ps(values[0], values[1], 0xdd), to + 8);
+class WideRow<Format> {
+ public:
+  WideRow(const Quantized& q, int64_t row) : q_(q), row_(row) {}
+
+  const uint8_t* line() const { return q_.codes + row_ * q_.row_bytes; }
+
+  bool enter(int64_t first, int64_t size, int64_t) {
+    for (int64_t k = first / 256 * 256; k < first + size; k += 256)
+      if ((to_bits(Format::scale_of(Format::block_of(q_, row_, k))) & 0x7f800000) == 0x7f800000) return false;
+    return true;
   }
-  return true;
-}
+
+  struct Columns {
+    __m256 parts[4];
+  };
+  template <int kPart>
+  __m256 part(const Columns& of) const {
+    return of.parts[kPart];
+  }
+  inline __attribute__((always_inline)) Columns columns(int64_t k) {
+    Columns result;
+    const __m256i signs = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+    const __m256i sign = _mm256_set1_epi32(static_cast<int>(0x80000000));
+    const uint8_t* const p = Format::block_of(q_, row_, k);
+    const float scale = Format::scale_of(p);
+#pragma GCC unroll 2
+    for (int j = 0; j < 4; j += 2) {
+      __m256 values[2];
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const Eight from = Format::eight(p, scale, static_cast<int>(k % 256 / 8) + j + half);
+        const __m128i point = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from.point.data()));
+        const __m256 shifted = _mm256_add_ps(floats_of_bytes<true>(point), _mm256_set1_ps(from.shift));
+        const __m256i turned = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(from.signs)), signs);
+        values[half] = rounded_to_pairs(_mm256_xor_ps(_mm256_mul_ps(_mm256_set1_ps(from.step), shifted),
+                                                      _mm256_castsi256_ps(_mm256_and_si256(turned, sign))));
+      }
+      const auto turned = [](__m256 lanes) {  // two numbers of the first eight, two of the second, and again
+        return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(lanes), 0xd8));
+      };
+      result.parts[j] = turned(_mm256_shuffle_ps(values[0], values[1], 0x88));
+      result.parts[j + 1] = turned(_mm256_shuffle_ps(values[0], values[1], 0xdd));
+    }
+    return result;
+  }
+
+ private:
+  const Quantized& q_;
+  const int64_t row_;
+};
 
 // What the plain code gives, in the order of lanes.
 inline void widen_plainly(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
@@ -101,17 +188,35 @@ inline void widen_plainly(const Quantized& q, int64_t row, int64_t first, int64_
   for (int64_t i = 0; i < all; ++i) to[i / 16 * 16 + i % 2 * 8 + i % 16 / 2] = line[i];
 }
 
+// by(part) of the four parts of thirty-two columns.
+template <class F>
+inline __attribute__((always_inline)) void in_parts(const F& by) {
+  by(std::integral_constant<int, 0>()), by(std::integral_constant<int, 1>());
+  by(std::integral_constant<int, 2>()), by(std::integral_constant<int, 3>());
+}
+
+template <class Format>
+void widen_row(WideRow<Format>& wide, const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
+  const int64_t whole = size / kUnpackStep * kUnpackStep;
+  const int64_t aligned = wide.enter(first, whole, affine_group<Format>(q, first)) ? whole : 0;
+  for (int64_t k = 0; k < aligned; k += 32) {
+    const typename WideRow<Format>::Columns columns = wide.columns(first + k);
+    in_parts([&](auto part) __attribute__((always_inline)) {
+      _mm256_store_ps(to + k + 8 * part, wide.template part<part>(columns));
+    });
+  }
+  if (aligned < size) widen_plainly(q, row, first + aligned, size - aligned, to + aligned);
+}
+
 template <class Format>
 void unpack_wide(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                  int64_t to_bytes) {
-  const int64_t aligned = size / kUnpackStep * kUnpackStep;
   for (int64_t r = 0; r < rows; ++r) {
     auto* const out = reinterpret_cast<float*>(static_cast<char*>(to) + r * to_bytes);
-    if (!widen_steps<Format>(q, row + r, first, aligned, lead, out)) {
-      widen_plainly(q, row + r, first, size, out);
-    } else if (aligned < size) {
-      widen_plainly(q, row + r, first + aligned, size - aligned, out + aligned);
-    }
+    WideRow<Format> wide(q, row + r);
+    fetch_part<Format>(wide.line(), first, size, lead);
+    for (int64_t k = 0; k < size; k += kAffineColumns)
+      widen_row<Format>(wide, q, row + r, first + k, std::min(kAffineColumns, size - k), out + k);
   }
 }
 
@@ -121,13 +226,104 @@ inline void unpack_any(const Quantized& q, int64_t row, int64_t rows, int64_t fi
     widen_plainly(q, row + r, first, size, reinterpret_cast<float*>(static_cast<char*>(to) + r * to_bytes));
 }
 
-inline Unpack unpack_wide_of(const Quantized& like) {
+// ---------------------------------------------------------------------------------------------------------------------
+// Few tokens: numbers meet them as they are unpacked.
+
+// Numbers of a row that were unpacked.
+struct StoredRow {
+  const float* from;
+  int64_t first;
+
+  struct Columns {
+    const float* from;
+  };
+  Columns columns(int64_t k) const { return {from + k - first}; }
+  template <int kPart>
+  __m256 part(const Columns& of) const {
+    return _mm256_load_ps(of.from + 8 * kPart);
+  }
+};
+
+// Some rows in one block of K times all tokens; sums[c * stride + r].
+template <class Row, int kRows, int kTokens>
+inline __attribute__((always_inline)) void sum_block(std::array<Row, kRows>& rows, int64_t first, int64_t size,
+                                                     const float* x, float* sums, int64_t stride) {
+  __m256 sum[kTokens][kRows];
+#pragma GCC unroll 4
+  for (int c = 0; c < kTokens; ++c)
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) sum[c][r] = _mm256_setzero_ps();
+  for (int64_t k = first; k < first + size; k += 32, x += 32 * kTokens) {
+    typename Row::Columns columns[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) columns[r] = rows[static_cast<size_t>(r)].columns(k);
+    in_parts([&](auto part) __attribute__((always_inline)) {  // rows in turn, whose sums do not wait for each other
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const __m256 numbers = rows[static_cast<size_t>(r)].template part<part>(columns[r]);
+#pragma GCC unroll 4
+        for (int c = 0; c < kTokens; ++c) sum[c][r] = madd(sum[c][r], numbers, _mm256_load_ps(x + 32 * c + 8 * part));
+      }
+    });
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < kTokens; ++c) add_across<kRows>(sum[c], sums + c * stride);
+}
+
+// The same where rows may not be bounded.
+template <class Format, int kRows, int kTokens>
+void sum_rows_of(const Quantized& q, const std::array<int64_t, kRows>& at, const float* x, int64_t lead, float* sums,
+                 int64_t stride) {
+  auto rows = [&]<int... kRow>(std::integer_sequence<int, kRow...>) {
+    return std::array<WideRow<Format>, kRows>{WideRow<Format>(q, at[kRow])...};
+  }(std::make_integer_sequence<int, kRows>());
+  for (int64_t first = 0; first < q.columns; first += kAffineColumns) {
+    const int64_t size = std::min(kAffineColumns, q.columns - first);
+    const float* const tokens = x + first * kTokens;
+    const int64_t group = affine_group<Format>(q, first);
+    bool bounded = true;
+    for (WideRow<Format>& row : rows) {
+      fetch_part<Format>(row.line(), first, size, lead);
+      bounded = row.enter(first, size, group) && bounded;
+    }
+    if (bounded) {
+      sum_block<WideRow<Format>, kRows, kTokens>(rows, first, size, tokens, sums, stride);
+      continue;
+    }
+    alignas(32) float lines[kRows][kAffineColumns];
+    std::array<StoredRow, kRows> stored;
+    for (size_t r = 0; r < kRows; ++r) {
+      widen_plainly(q, at[r], first, size, lines[r]);
+      stored[r] = {lines[r], first};
+    }
+    sum_block<StoredRow, kRows, kTokens>(stored, first, size, tokens, sums, stride);
+  }
+}
+
+// SumRows: tokens lie beside each other, thirty-two numbers of all as unpacked ones do, then the next.
+template <class Format, int kTokens>
+void sum_rows(const Quantized& q, int64_t row, int64_t rows, const char* x, int64_t lead, int64_t tokens, float* sums,
+              int64_t stride) {
+  constexpr int kRows = kTokens == 4 ? 2 : 4;
+  const int64_t last = row + rows - 1;  // is repeated; nobody reads those sums
+  for (int64_t r = 0; r < rows; r += kRows) {
+    std::array<int64_t, kRows> at;
+    for (int i = 0; i < kRows; ++i) at[static_cast<size_t>(i)] = std::min(row + r + i, last);
+    float dots[kTokens * kRows] = {};
+    sum_rows_of<Format, kRows, kTokens>(q, at, reinterpret_cast<const float*>(x), lead, dots, kRows);
+    for (int64_t c = 0; c < tokens; ++c)
+      for (int64_t i = 0; i < std::min<int64_t>(kRows, rows - r); ++i) sums[c * stride + r + i] += dots[c * kRows + i];
+  }
+}
+
+inline Unpacking unpacking_wide_of(const Quantized& like) {
   const bool even = like.groups == 1 || like.group % kUnpackStep == 0;
-  return with_format(like, [&](auto format) -> Unpack {
+  return with_format(like, [&](auto format) -> Unpacking {
     using Format = decltype(format);
     if constexpr (kHasCodes<Format> || kHasPoints<Format>)
-      if (kInBlocks<Format> || even) return unpack_wide<Format>;
-    return unpack_any;
+      if (kInBlocks<Format> || kBySixteen<Format> || even)
+        return {unpack_wide<Format>, sum_rows<Format, 1>, sum_rows<Format, 2>, sum_rows<Format, 4>};
+    return {unpack_any};
   });
 }
 
