@@ -15,8 +15,7 @@
 #include "lanes.h"
 #if defined(__AVX2__) && !defined(__AVX512F__)
 #include "quantized/sums_avx2.h"
-#endif
-#if defined(__AVX2__)
+#elif defined(__AVX2__)
 #include "quantized/floats_avx2.h"
 #else
 #include "quantized/floats.h"
