@@ -48,7 +48,9 @@ def test_linear_equals_that_of_the_numbers(name: str, server: str) -> None:
 FEW = ("packed int4 rows", "packed int8", "packed int8 symmetric", "int8 rows", "fp8 blocks", "mxfp4", "Q4_0", "Q4_1")
 
 
-@pytest.mark.parametrize("name", [*FEW, "Q8_0", "Q2_K", "Q4_K", "IQ4_XS", "IQ3_S", "mlx int3", "mlx int4", "nvfp4", "nf4"])
+@pytest.mark.parametrize(
+    "name", [*FEW, "Q8_0", "Q2_K", "Q4_K", "IQ4_XS", "IQ3_S", "mlx int3", "mlx int4", "nvfp4", "nf4"]
+)
 def test_few_tokens_meet_rows_as_they_are_unpacked(name: str, server: str) -> None:
     """Rows and tokens that are multiplied at once, blocks of columns, subnormals, scales that are no numbers."""
     for rows, columns in ((1, 256), (7, 1792), (66, 1280)):
