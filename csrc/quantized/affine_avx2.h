@@ -144,9 +144,9 @@ inline void steps_of(const uint8_t* p, float* times, float*) {
 template <class Format>
   requires std::is_same_v<Format, formats::Q2K>
 inline void steps_of(const uint8_t* p, float* times, float* less) {
-  const __m128i both = half_bytes_at(p), mask = _mm_set1_epi8(15);
-  store_steps(_mm_and_si128(both, mask), fast_half_at(p + 80), times);
-  store_steps(_mm_and_si128(_mm_srli_epi16(both, 4), mask), fast_half_at(p + 82), less);
+  const __m128i bytes = half_bytes_at(p), mask = _mm_set1_epi8(15);
+  store_steps(_mm_and_si128(bytes, mask), fast_half_at(p + 80), times);
+  store_steps(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), fast_half_at(p + 82), less);
 }
 // Q3_K: sixteen scales of six bits, less 32.
 template <class Format>

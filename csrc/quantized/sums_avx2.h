@@ -14,7 +14,7 @@ class FloatRow {
  public:
   FloatRow(const Quantized& q, int64_t row) : q_(q), row_(row), line_(q.codes + row * q.row_bytes) {}
 
-  void enter(int64_t first, int64_t size, int64_t group) {
+  void load_scales(int64_t first, int64_t size, int64_t group) {
     base_ = first / 256 * 256;
     affines_of<Format>(q_, row_, first, size, group, affines_);
   }
@@ -58,7 +58,7 @@ void sum_float_rows(const Quantized& q, int64_t row, int64_t rows, const char* x
       for (auto& lanes : sum) lanes = _mm256_setzero_ps();
     for (int64_t r = 0; r < kSummedRows; ++r) {
       if (r < rows) fetch_part<Format>(q.codes + (row + r) * q.row_bytes, first, size, lead);
-      stored[r].enter(first, size, group);
+      stored[r].load_scales(first, size, group);
     }
     for (int64_t k = first; k < first + size; k += 32) {
       const auto* const token = reinterpret_cast<const float*>(x) + k;

@@ -58,7 +58,7 @@ class WideRow {
 
   // Columns [first, first + size), at most kAffineColumns, from a group on. False where a number may be huge, tiny or
   // none.
-  bool enter(int64_t first, int64_t size, int64_t group) {
+  bool load_scales(int64_t first, int64_t size, int64_t group) {
     base_ = first / 256 * 256, table_stop_ = first, group_ = group;
     affines_of<Format>(q_, row_, first, size, group, affines_);
     return are_bounded<Format>(affines_, first, size) && has_numbers(first, size);
@@ -135,7 +135,7 @@ class WideRow<Format> {
 
   const uint8_t* line() const { return q_.codes + row_ * q_.row_bytes; }
 
-  bool enter(int64_t first, int64_t size, int64_t) {
+  bool load_scales(int64_t first, int64_t size, int64_t) {
     for (int64_t k = first / 256 * 256; k < first + size; k += 256)
       if ((to_bits(Format::scale_of(Format::block_of(q_, row_, k))) & 0x7f800000) == 0x7f800000) return false;
     return true;
@@ -197,8 +197,8 @@ inline __attribute__((always_inline)) void in_parts(const F& by) {
 
 template <class Format>
 void widen_row(WideRow<Format>& wide, const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
-  const int64_t whole = size / kUnpackStep * kUnpackStep;
-  const int64_t aligned = wide.enter(first, whole, affine_group<Format>(q, first)) ? whole : 0;
+  const int64_t stepped = size / kUnpackStep * kUnpackStep;
+  const int64_t aligned = wide.load_scales(first, stepped, affine_group<Format>(q, first)) ? stepped : 0;
   for (int64_t k = 0; k < aligned; k += 32) {
     const typename WideRow<Format>::Columns columns = wide.columns(first + k);
     in_parts([&](auto part) __attribute__((always_inline)) {
@@ -260,9 +260,9 @@ inline __attribute__((always_inline)) void sum_block(std::array<Row, kRows>& row
     in_parts([&](auto part) __attribute__((always_inline)) {  // rows in turn, whose sums do not wait for each other
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        const __m256 numbers = rows[static_cast<size_t>(r)].template part<part>(columns[r]);
+        const __m256 weights = rows[static_cast<size_t>(r)].template part<part>(columns[r]);
 #pragma GCC unroll 4
-        for (int c = 0; c < kTokens; ++c) sum[c][r] = madd(sum[c][r], numbers, _mm256_load_ps(x + 32 * c + 8 * part));
+        for (int c = 0; c < kTokens; ++c) sum[c][r] = madd(sum[c][r], weights, _mm256_load_ps(x + 32 * c + 8 * part));
       }
     });
   }
@@ -284,7 +284,7 @@ void sum_rows_of(const Quantized& q, const std::array<int64_t, kRows>& at, const
     bool bounded = true;
     for (WideRow<Format>& row : rows) {
       fetch_part<Format>(row.line(), first, size, lead);
-      bounded = row.enter(first, size, group) && bounded;
+      bounded = row.load_scales(first, size, group) && bounded;
     }
     if (bounded) {
       sum_block<WideRow<Format>, kRows, kTokens>(rows, first, size, tokens, sums, stride);
