@@ -230,7 +230,7 @@ inline void unpack_any(const Quantized& q, int64_t row, int64_t rows, int64_t fi
 // Few tokens: numbers meet them as they are unpacked.
 
 // Numbers of a row that were unpacked.
-struct StoredRow {
+struct LineRow {
   const float* from;
   int64_t first;
 
@@ -291,12 +291,12 @@ void sum_rows_of(const Quantized& q, const std::array<int64_t, kRows>& at, const
       continue;
     }
     alignas(32) float lines[kRows][kAffineColumns];
-    std::array<StoredRow, kRows> stored;
+    std::array<LineRow, kRows> stored;
     for (size_t r = 0; r < kRows; ++r) {
       widen_plainly(q, at[r], first, size, lines[r]);
       stored[r] = {lines[r], first};
     }
-    sum_block<StoredRow, kRows, kTokens>(stored, first, size, tokens, sums, stride);
+    sum_block<LineRow, kRows, kTokens>(stored, first, size, tokens, sums, stride);
   }
 }
 
