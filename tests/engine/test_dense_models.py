@@ -42,6 +42,8 @@ FAMILIES = {  # what each has that others have not
     "olmo2": "norms of projections",
     "qwen3_5_text": "recurrent mixers, pages of several sizes",
     "gpt2": "transposed matrices, LayerNorm",
+    "falcon_h1": "state spaces beside attention in each layer",
+    "apertus": "parameters of activations",
 }
 QUICK = ("llama", "gemma2", "qwen3_5_text")
 HOMES = (STREAMED, Shares(device=0.5, host=0.5), Shares(device=0.25, host=0.25, disk=0.5))
