@@ -1,6 +1,6 @@
 """GGUF files of llama.cpp's own converter, of every architecture that runs as a module graph, beside transformers.
 
-    python -m tests.engine.gguf_architectures --source DIR [--library SO] [--imatrix TOOL] [--update] [--names NAME ...]
+    python -m tests.engine.gguf_architectures --source DIR [--update] [--names NAME ...]
 
 DIR is the unpacked source of the package llama-cpp-python, which `make gguf` fetches. For each architecture
 transformers makes a tiny random checkpoint, the converter writes a file of it in float32, and greedy tokens from the
@@ -519,12 +519,10 @@ def compared(
     source: Path,
     name: str,
     library: Path | None = None,
-    kinds: Sequence[str] = gguf_quantized.DRAWN,
-    imatrix: Path | None = None,
+    kinds: Sequence[str] = tuple(gguf_quantized.KINDS),
 ) -> tuple[ArchitectureTest, dict[str, Any]]:
     """The test of architecture ``name``, and the header that the converter, in its own process, wrote. With a
-    ``library`` of llama.cpp its quantiser's files of ``kinds`` are compared, too, one of them by the matrix of
-    its tool ``imatrix``, if that is among them."""
+    ``library`` of llama.cpp its quantiser's files of ``kinds`` are compared, too."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     family = FAMILIES[name][0]
@@ -542,36 +540,25 @@ def compared(
         except MoelightError as error:
             reason = str(error).replace(scratch, "")
             return ArchitectureTest(name=name, model_type=family, reason=reason), header
-        files = {} if library is None else quantised(converter, source, library, name, directory, kinds, imatrix)
+        files = {} if library is None else quantised(converter, source, library, name, directory, kinds)
     return ArchitectureTest(
         name=name, model_type=family, equal=_equal(answers, wanted), tokens=sum(map(len, wanted)), kinds=files
     ), header
 
 
 def quantised(
-    converter: ProcessPoolExecutor,
-    source: Path,
-    library: Path,
-    name: str,
-    directory: Path,
-    kinds: Sequence[str],
-    imatrix: Path | None = None,
+    converter: ProcessPoolExecutor, source: Path, library: Path, name: str, directory: Path, kinds: Sequence[str]
 ) -> dict[str, str]:
     """By kind of file, how many greedy tokens from files of llama.cpp's quantiser are those of their values."""
     results = {}
-    wide, stored, values, matrix = (directory / f"{part}.gguf" for part in ("wide", "stored", "values", "matrix"))
+    wide, stored, values = (directory / f"{part}.gguf" for part in ("wide", "stored", "values"))
     config = gguf_quantized.widened(config_for(name))
     self_test.random_model(config, 0).save_pretrained(directory)
     save_tokenizer(directory, config.get_text_config().vocab_size - _SPARE.get(FAMILIES[name][0], 0))
     publish(name, directory)
     converter.submit(convert, source, directory, wide, name).result()
     for kind in kinds:
-        measured = imatrix if kind == gguf_quantized.MEASURED else None
-        reason = "" if measured is None else gguf_quantized.write_importance(measured, wide, matrix)
-        if not reason:
-            quantizer = (library, wide, stored, kind, None if measured is None else matrix)
-            reason = converter.submit(gguf_quantized.quantize, *quantizer).result()
-        if reason:
+        if reason := converter.submit(gguf_quantized.quantize, library, wide, stored, kind).result():
             results[kind] = f"not written: {reason}"
             continue
         gguf_quantized.unpack(stored, values)
@@ -616,23 +603,16 @@ def main(report: Callable[[str], None] = print) -> int:
     parser.add_argument("--source", type=Path, required=True, help="unpacked source of llama-cpp-python")
     parser.add_argument("--library", type=Path, help="libllama.so, whose quantiser is asked for files, too")
     parser.add_argument("--names", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
-    parser.add_argument("--kinds", nargs="*", default=list(gguf_quantized.DRAWN), choices=list(gguf_quantized.KINDS))
-    parser.add_argument(
-        "--imatrix", type=Path, help="llama-imatrix, whose matrix files by importance are written by, too"
-    )
+    parser.add_argument("--kinds", nargs="*", default=list(gguf_quantized.KINDS), choices=list(gguf_quantized.KINDS))
     parser.add_argument("--update", action="store_true", help="write the table, its data and the headers")
     arguments = parser.parse_args()
-    if gguf_quantized.MEASURED in arguments.kinds and arguments.imatrix is None:
-        parser.error(f"the kind {gguf_quantized.MEASURED} is written with --imatrix TOOL")
     headers = json.loads(HEADERS.read_text()) if HEADERS.exists() else {}
     tests = {test.name: test for test in read_tests()} if gguf_tested.TABLE.exists() else {}
     results = []
     # The converter brings a gguf-py of its own, so it has its own process.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as converter:
         for name in arguments.names:
-            test, headers[name] = compared(
-                converter, arguments.source, name, arguments.library, arguments.kinds, arguments.imatrix
-            )
+            test, headers[name] = compared(converter, arguments.source, name, arguments.library, arguments.kinds)
             before = tests[name].kinds if name in tests else {}
             tests[name] = replace(test, kinds={**before, **test.kinds} if test.tokens else {})
             results.append(test)

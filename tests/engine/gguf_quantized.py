@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-# Kinds of files by their numbers in llama.h. Some need the importance of columns.
-MEASURED = "IQ2_XS (llama-imatrix)"
-KINDS: Mapping[str, int] = {"Q8_0": 7, "Q4_K_M": 15, "Q2_K": 10, "IQ2_XS": 20, MEASURED: 20, "MXFP4_MOE": 38}
-BY_IMPORTANCE = ("IQ2_XS", MEASURED)
-DRAWN = tuple(kind for kind in KINDS if kind != MEASURED)
+# Kinds of files by their numbers in llama.h. Some need the importance of columns, which `quantize` draws.
+KINDS: Mapping[str, int] = {"Q8_0": 7, "Q4_K_M": 15, "Q2_K": 10, "IQ2_XS": 20, "MXFP4_MOE": 38}
+_BY_IMPORTANCE = ("IQ2_XS",)
 _WIDTH = 256  # numbers of a block of most kinds
 _WIDE = re.compile(r"(hidden_size|intermediate_size|d_model|intermediate_size_mlp|hidden_size_per_layer_input)$")
 _HEAD = re.compile(r"(head_dim|d_head|d_ssm|state_size|v_head_dim|kv_lora_rank|q_lora_rank)$")
@@ -57,9 +54,8 @@ def _widened(fields: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def quantize(library: Path, source: Path, path: Path, kind: str, matrix: Path | None = None) -> str:
-    """Write ``source`` as a file ``path`` of ``kind`` with llama.cpp's ``library``, by the importance ``matrix`` where
-    the kind asks for one, or by one drawn at random; the reason if it does not."""
+def quantize(library: Path, source: Path, path: Path, kind: str) -> str:
+    """Write ``source`` as a file ``path`` of ``kind`` with llama.cpp's ``library``; the reason if it does not."""
     llama = ctypes.CDLL(str(library))
     llama.llama_model_quantize_default_params.restype = _Params
     llama.llama_model_quantize.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(_Params))
@@ -70,58 +66,24 @@ def quantize(library: Path, source: Path, path: Path, kind: str, matrix: Path | 
     llama.llama_log_set(log, None)
     params = llama.llama_model_quantize_default_params()
     params.nthread, params.ftype = 1, KINDS[kind]
-    if kind in BY_IMPORTANCE:
-        importance = _importance(_drawn(source) if matrix is None else _measured(matrix))
+    if kind in _BY_IMPORTANCE:
+        importance = _importance(source)
         params.imatrix = ctypes.cast(importance, ctypes.c_void_p)
     if llama.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)):
         return " ".join("".join(lines).split()) or "llama_model_quantize failed"
     return ""
 
 
-def write_importance(tool: Path, source: Path, path: Path) -> str:
-    """Write the importance matrix ``path`` of ``source`` with llama.cpp's ``tool`` llama-imatrix; the last line
-    of the tool if it does not."""
-    text = path.with_suffix(".txt")
-    text.write_text(
-        "".join(f"On day {day} the {day * 7 % 11} ships left, and {day % 5} came back. " for day in range(40))
-    )
-    command = [tool, "-m", source, "-f", text, "-o", path, "-c", "64", "-t", "1", "-ngl", "0", "--process-output"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "" if path.exists() else (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-
-
-def _drawn(source: Path) -> dict[str, np.ndarray]:
+def _importance(source: Path) -> Any:
     """Importances of the columns of all matrices of ``source``, drawn at random."""
     from moelight.profiles.gguf import read_gguf
 
-    draw, result = np.random.default_rng(3), {}
+    draw, entries = np.random.default_rng(3), list[_Importance]()
     for tensor in read_gguf(source).tensors.values():
         if len(tensor.shape) > 1:
             count = tensor.shape[-1] * (tensor.shape[0] if len(tensor.shape) == 3 else 1)
-            result[tensor.name] = draw.uniform(0.1, 2.0, count)
-    return result
-
-
-def _measured(path: Path) -> dict[str, np.ndarray]:
-    """Importances of the matrix ``path``, as llama-quantize takes them: mean squares, and one for the columns of an
-    expert that saw no token."""
-    import gguf
-
-    suffix, tensors = ".in_sum2", {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
-    result = {}
-    for name in [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]:
-        counts = tensors[f"{name}.counts"].reshape(-1, 1)
-        sums = tensors[f"{name}{suffix}"].reshape(len(counts), -1)
-        result[name] = np.where(counts > 0, sums / np.maximum(counts, 1), 1.0).reshape(-1)
-    return result
-
-
-def _importance(matrices: Mapping[str, np.ndarray]) -> Any:
-    """As llama.cpp's interface takes them; the last entry is empty."""
-    entries = [
-        _Importance(name.encode(), (ctypes.c_float * values.size)(*values), values.size)
-        for name, values in matrices.items()
-    ]
+            values = (ctypes.c_float * count)(*draw.uniform(0.1, 2.0, count))
+            entries.append(_Importance(tensor.name.encode(), values, count))
     return (_Importance * (len(entries) + 1))(*entries)
 
 
