@@ -76,7 +76,7 @@ def moved_page_bytes(model: ModelProfile, dtype: DType) -> int:
 def moved_bytes_by_layer(model: ModelProfile, dtype: DType) -> tuple[int, ...]:
     """`moved_page_bytes` of each layer; the average of all where experts of one layer differ."""
     stored = model.stored
-    if stored is None or dtype != stored.dtype or stored.mixed:
+    if stored is None or dtype != stored.dtype or sum(stored.pages) * model.experts.num_experts != stored.total_bytes:
         return (moved_page_bytes(model, dtype),) * model.num_layers
     return stored.pages
 

@@ -269,4 +269,9 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
         {kind: ggml_format(kind).int8_reason for kind in experts},
     )
     reasons = (ggml_format(kind).cpu_reason for kind in experts)
-    return replace(stored, cpu_only=next((reason for reason in reasons if reason is not None), None))
+    gates = {layer: tensor.type for (name, layer), tensor in tensors.items() if name == "gate"}
+    apart = any(
+        tensor.type != gates.get(layer, tensor.type) for (name, layer), tensor in tensors.items() if name == "up"
+    )
+    cpu_only = next((reason for reason in reasons if reason is not None), None)
+    return replace(stored, mixed=stored.mixed or apart, cpu_only=cpu_only)

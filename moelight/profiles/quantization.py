@@ -171,6 +171,7 @@ def with_pages(
     weights = StoredWeights.of(stored.name, stored.dtype.name, pages, _elements(profile), stored.dense, matrices)
     weights = replace(
         weights,
+        mixed=weights.mixed or stored.mixed,
         without_integers=stored.without_integers,
         cpu_only=stored.cpu_only,
         exact=stored.exact,

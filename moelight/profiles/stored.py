@@ -22,7 +22,8 @@ class StoredWeights:
         dense: quantised tensors outside the experts: name, layer and bytes; the others have the model's dtype.
         dense_stored: those that our own decoder multiplies on a CPU as they are stored: name, layer and bytes in
         memory. repacked_bytes: of an expert on average, those of matrices that are turned on a CPU, to lie by rows.
-        mixed: experts of some layer are stored in several formats, so that on a GPU torch computes them.
+        mixed: experts of some layer, or gate and up of one, are stored in several formats, so that on a GPU torch
+            computes them.
         without_integers: the reason why activations rounded to int8 multiply no matrix of the experts, or None.
         cpu_only: the reason why experts run on the CPU alone, or None.
         exact: where they multiply some, the formats of those that meet activations as they are.

@@ -43,7 +43,11 @@ def with_stored_weights(profile: ModelProfile, weights: GraphWeightMap, kind: st
         kept_matrices(profile, lambda part: weights.kept_as(part.name)),
         {stored.name: stored.int8_reason for stored in counted},
     )
-    return replace(profile, stored=replace(stored, repacked_bytes=pages.turned_bytes))
+    experts = () if profile.dense else pages.layouts
+    pairs = [(layout.parts["gate_up"], layout.parts["up"]) for layout in experts if "up" in layout.parts]
+    apart = any(gate.stored != up.stored for gate, up in pairs)
+    stored = replace(stored, mixed=stored.mixed or apart, repacked_bytes=pages.turned_bytes)
+    return replace(profile, stored=stored)
 
 
 def _outside(weights: GraphWeightMap) -> Iterator[tuple[str, int]]:
