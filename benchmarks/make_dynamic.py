@@ -68,7 +68,10 @@ def make_dynamic(out: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        writer.add_uint32(key, value)  # llama.cpp refuses signed ones
+    else:
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
 
 def _kind(tensor: GGUFTensor) -> str:
