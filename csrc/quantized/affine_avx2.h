@@ -312,11 +312,12 @@ inline __m256 floats_of_bytes(__m128i bytes) {
 template <class Format>
 inline __m256 number_of(__m256 code, __m256 times, const float* less) {
   constexpr NumberForm kForm = kNumberForm<Format>;
-  if constexpr (kForm == NumberForm::kTakenOff)
-    return _mm256_sub_ps(_mm256_mul_ps(times, code), _mm256_broadcast_ss(less));
-  if constexpr (kForm == NumberForm::kZeroed)
-    return _mm256_mul_ps(_mm256_sub_ps(code, _mm256_broadcast_ss(less)), times);
-  return _mm256_mul_ps(code, times);
+  if constexpr (kForm == NumberForm::kScaled) return _mm256_mul_ps(code, times);
+  const __m256 by = _mm256_broadcast_ss(less);
+  if constexpr (kForm == NumberForm::kZeroed) return _mm256_mul_ps(_mm256_sub_ps(code, by), times);
+  // Products of codes with steps of a block need no rounding.
+  if constexpr (kInBlocks<Format>) return _mm256_fmsub_ps(times, code, by);
+  return _mm256_sub_ps(_mm256_mul_ps(times, code), by);
 }
 
 }  // namespace

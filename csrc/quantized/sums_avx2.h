@@ -19,22 +19,22 @@ class FloatRow {
     affines_of<Format>(q_, row_, first, size, group, affines_);
   }
 
-  // Columns [k, k + 32).
+  // Columns [k, k + 32), of which columns [8 i, 8 i + 8) are part<i>().
   struct Columns {
     const float *times, *less;
-    __m128i halves[2];
+    __m256i codes;
 
     template <int kPart>
-    __m256 part() const {
-      const __m128i half = halves[kPart / 2];
+    inline __attribute__((always_inline)) __m256 part() const {
+      const __m128i half = kPart < 2 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
       const __m256 code = code_numbers<Format>(kPart % 2 == 0 ? half : _mm_unpackhi_epi64(half, half));
       return number_of<Format>(code, _mm256_broadcast_ss(times + kPart / 2), less + kPart / 2);
     }
   };
-  Columns columns(int64_t k) const {
+  inline __attribute__((always_inline)) Columns columns(int64_t k) const {
     const auto i = static_cast<uint64_t>(k - base_) / 16;
     const __m256i codes = kSixteen<Format> != nullptr ? codes_of(Format(), line_, k) : number_codes<Format>(line_, k);
-    return {affines_.times + i, affines_.less + i, {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)}};
+    return {affines_.times + i, affines_.less + i, codes};
   }
 
  private:
@@ -51,27 +51,30 @@ void sum_float_rows(const Quantized& q, int64_t row, int64_t rows, const char* x
                     int64_t) {
   const auto at = [&](int64_t r) { return FloatRow<Format>(q, row + std::min(r, rows - 1)); };
   FloatRow<Format> stored[kSummedRows] = {at(0), at(1), at(2), at(3)};
-  __m256 sum[kSummedRows];
-  for (int64_t first = 0; first < q.columns; first += kAffineColumns) {
-    const int64_t size = std::min(kAffineColumns, q.columns - first), group = affine_group<Format>(q, first);
-    if (first % kSummedColumns == 0)
-      for (auto& lanes : sum) lanes = _mm256_setzero_ps();
-    for (int64_t r = 0; r < kSummedRows; ++r) {
-      if (r < rows) fetch_part<Format>(q.codes + (row + r) * q.row_bytes, first, size, lead);
-      stored[r].load_scales(first, size, group);
-    }
-    for (int64_t k = first; k < first + size; k += 32) {
-      const auto* const token = reinterpret_cast<const float*>(x) + k;
+  for (int64_t block = 0; block < q.columns; block += kSummedColumns) {
+    __m256 sum[kSummedRows] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    const int64_t end = std::min(block + kSummedColumns, q.columns);
+    for (int64_t first = block; first < end; first += kAffineColumns) {
+      const int64_t size = std::min(kAffineColumns, end - first), group = affine_group<Format>(q, first);
+      for (int64_t r = 0; r < kSummedRows; ++r) {
+        if (r < rows) fetch_part<Format>(q.codes + (row + r) * q.row_bytes, first, size, lead);
+        stored[r].load_scales(first, size, group);
+      }
+      for (int64_t k = first; k < first + size; k += 32) {
+        const auto* const token = reinterpret_cast<const float*>(x) + k;
+        typename FloatRow<Format>::Columns columns[kSummedRows];
 #pragma GCC unroll 4
-      for (int r = 0; r < kSummedRows; ++r) {
-        const typename FloatRow<Format>::Columns columns = stored[r].columns(k);
-        sum[r] = _mm256_fmadd_ps(columns.template part<0>(), _mm256_loadu_ps(token), sum[r]);
-        sum[r] = _mm256_fmadd_ps(columns.template part<1>(), _mm256_loadu_ps(token + 8), sum[r]);
-        sum[r] = _mm256_fmadd_ps(columns.template part<2>(), _mm256_loadu_ps(token + 16), sum[r]);
-        sum[r] = _mm256_fmadd_ps(columns.template part<3>(), _mm256_loadu_ps(token + 24), sum[r]);
+        for (int r = 0; r < kSummedRows; ++r) columns[r] = stored[r].columns(k);
+        const auto add = [&](auto part) __attribute__((always_inline)) {  // rows in turn, whose sums do not wait
+          const __m256 eight = _mm256_loadu_ps(token + 8 * part);
+#pragma GCC unroll 4
+          for (int r = 0; r < kSummedRows; ++r)
+            sum[r] = _mm256_fmadd_ps(columns[r].template part<part>(), eight, sum[r]);
+        };
+        add(std::integral_constant<int, 0>()), add(std::integral_constant<int, 1>());
+        add(std::integral_constant<int, 2>()), add(std::integral_constant<int, 3>());
       }
     }
-    if ((first + kAffineColumns) % kSummedColumns != 0 && first + size < q.columns) continue;
     float four[kSummedRows];
     Avx2::sum4(sum[0], sum[1], sum[2], sum[3], four);
     for (int64_t r = 0; r < rows; ++r) sums[r] += four[r];
