@@ -10,6 +10,14 @@
 namespace moelight {
 namespace {
 
+// Rounded to bf16.
+inline __m256 rounded_to_bf16(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
 // How a number is made of its code: times a scale; the same, less something; or less a zero point, times a scale.
 enum class NumberForm { kScaled, kTakenOff, kZeroed };
 
@@ -69,7 +77,10 @@ struct Affine {
   float times, less;
 };
 
-// Of a block that has neither steps nor scales of thirty-two columns.
+// Of a block that has no steps.
+inline Affine affine_in(formats::Q5_0, const uint8_t* p) { return {fast_half_at(p), 0.0f}; }
+inline Affine affine_in(formats::Q5_1, const uint8_t* p) { return {fast_half_at(p), -fast_half_at(p + 2)}; }
+inline Affine affine_in(formats::Q8_0, const uint8_t* p) { return {fast_half_at(p), 0.0f}; }
 inline Affine affine_in(formats::Mxfp4Blocks, const uint8_t* p) { return {half_power_of(p[0]), 0.0f}; }
 inline Affine affine_in(formats::Tq2_0, const uint8_t* p) { return {fast_half_at(p + 64), 0.0f}; }
 

@@ -10,12 +10,7 @@ namespace {
 // Rounded to R, as a float.
 template <class R>
 inline __m256 rounded_to(__m256 x) {
-  if constexpr (std::is_same_v<R, Bf16>) {
-    const __m256i bits = _mm256_castps_si256(x);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-  }
+  if constexpr (std::is_same_v<R, Bf16>) return rounded_to_bf16(x);
   if constexpr (std::is_same_v<R, Fp16>) return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
   return x;
 }
