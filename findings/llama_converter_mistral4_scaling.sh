@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # llama.cpp's converter (as llama-cpp-python 0.3.36 has it) leaves out llama_4_scaling_beta of Mistral 4, by which
-# queries grow with their position: 1 + beta log(1 + floor(position / original length)), from position 8192 on in
-# published models. The same key of Ministral 3 is written (attention.temperature_scale), and llama.cpp's graph of
+# queries grow with their position: 1 + beta log(1 + floor(position / original length)), from position 8192 on
+# with the values that transformers' config has by default. The same key of Ministral 3 is written (attention.temperature_scale), and llama.cpp's graph of
 # Mistral 4 would read it. So a file of Mistral 4 computes other numbers than the model beyond 8192 tokens, and nothing
 # in it says so. Exits non-zero if that changes.
 set -eu

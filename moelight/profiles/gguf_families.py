@@ -806,7 +806,7 @@ def _glm_dsa(keys: Metadata) -> dict[str, Any]:
     }
 
 
-_MISTRAL4_BETA = 0.1  # of all published models, which the converter leaves out
+_MISTRAL4_BETA = 0.1  # the default of transformers, which the converter leaves out
 
 
 def _mistral4(keys: Metadata) -> dict[str, Any]:
