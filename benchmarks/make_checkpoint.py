@@ -5,7 +5,8 @@
 The files are what a download would be (Hugging Face names, safetensors shards under an index, ``config.json``,
 byte-level BPE tokenizer with a chat template), and transformers loads them. Written shard by shard and piece by piece,
 so 100 GB take no more memory than 1 GB. The same arguments give the same bytes, whatever the number of cores.
-The last line of the output is JSON.
+``--dynamic`` writes a GGUF file instead, in which the types of experts differ (`runner/dynamic_file.py`). The last line
+of the output is JSON.
 """
 
 from __future__ import annotations
@@ -346,7 +347,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="directory to write")
+    parser.add_argument("out", type=Path, help="directory, or with --dynamic file, to write")
     parser.add_argument(
         "--model",
         default="mixtral-8x7b",
@@ -360,16 +361,24 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fused", action="store_true", help="one tensor for all experts of a layer")
     parser.add_argument("--hollow", action="store_true", help="leave the experts out: holes that read as zeros")
+    parser.add_argument(
+        "--dynamic", action="store_true", help="a GGUF file of several types; of the options, sizes count"
+    )
     return parser.parse_args()
 
 
 def main() -> int:
     """The command line; returns its exit code."""
     options = vars(_arguments())
-    out, model = options.pop("out"), options.pop("model")
+    out, model, dynamic = (options.pop(name) for name in ("out", "model", "dynamic"))
     writing = {name: options.pop(name) for name in ("dtype", "fused", "seed", "hollow")}
     try:
         shard_size = parse_bytes(options.pop("shard_size"), label="--shard-size")
+        if dynamic:
+            from runner.dynamic_file import make_dynamic
+
+            print(json.dumps(make_dynamic(out, scaled_config(model, **options))))
+            return 0
         written = make_checkpoint(out, scaled_config(model, **options), shard_size=shard_size, **writing)
     except (UserError, OSError) as error:
         print(f"make_checkpoint: {error}", file=sys.stderr)

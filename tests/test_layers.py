@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -37,6 +37,8 @@ SIDEWAYS = {
     ("cli", "serve"),
     ("cli", "integrations"),
 }
+# The longest chain of imports within a package that is kept short, those inside functions apart.
+MAX_LEVELS = {"kernels": 6}
 TORCH_FREE = 3  # the highest layer that imports none of these
 TENSOR_LIBRARIES = {"torch", "transformers", "accelerate", "triton", "torchvision", "intel_extension_for_pytorch"}
 # Modules without code, and the package's interface, which imports nothing by itself.
@@ -120,6 +122,16 @@ def typing_only(tree: ast.Module) -> set[int]:
     }
 
 
+def dotted(path: Path) -> str:
+    """The name by which a module of the package is imported."""
+    return "moelight." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def modules_of(wanted: Iterable[str]) -> set[str]:
+    """Every module that the imports ``wanted`` may name: a name itself, or what it is taken from."""
+    return {name for item in wanted for name in (item, item.rpartition(".")[0])}
+
+
 def offences(path: Path, tree: ast.Module) -> Iterator[str]:
     package = path.relative_to(PACKAGE).parts[0]
     if package not in LAYER_OF:
@@ -149,17 +161,29 @@ def test_imports_go_down_only(trees: Trees) -> None:
 
 
 def test_no_modules_import_each_other(trees: Trees) -> None:
-    names = {"moelight." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in trees}
+    names = {dotted(path): path for path in trees}
     graph = {}
     for name, path in names.items():
         free = typing_only(trees[path])
-        wanted = {imported for line, imported in imports(path, trees[path]) if line not in free}
-        modules_of = wanted | {item.rpartition(".")[0] for item in wanted}
-        graph[name] = modules_of & names.keys() - {name}
+        wanted = (imported for line, imported in imports(path, trees[path]) if line not in free)
+        graph[name] = modules_of(wanted) & names.keys() - {name}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("package", MAX_LEVELS)
+def test_a_package_has_few_levels_of_imports(package: str, trees: Trees) -> None:
+    paths = {dotted(path): path for path in trees if path.relative_to(PACKAGE).parts[0] == package}
+    graph = {}
+    for name, path in paths.items():
+        top = ast.Module(body=[node for node in trees[path].body if isinstance(node, ast.Import | ast.ImportFrom)])
+        graph[name] = modules_of(imported for _, imported in imports(path, top)) & paths.keys() - {name}
+    levels: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        levels[name] = 1 + max((levels[other] for other in graph[name]), default=0)
+    assert max(levels.values()) == MAX_LEVELS[package], sorted(levels.items(), key=lambda item: item[1])
 
 
 def importers(trees: Trees) -> dict[str, set[str]]:
@@ -227,6 +251,11 @@ def test_no_function_body_is_longer_than_a_page(trees: Trees) -> None:
                 if lines > MOST_LINES:
                     result[f"{path.relative_to(PACKAGE)}: {node.name}"] = lines
     assert not result
+
+
+def test_benchmarks_of_one_kind_are_sections_of_a_script() -> None:
+    """What they share is in `benchmarks/runner/`."""
+    assert len(list((PACKAGE.parent / "benchmarks").glob("*.py"))) <= 15
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
 from moelight.kernels import arguments, native, quantized
 from moelight.kernels.activations import Activation, activation_of
-from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, lend_given, stored
+from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, stored
 from moelight.kernels.caching_allocator import RESULTS
-from moelight.kernels.matrices import Weight, Weights, as_matrix, check_integers, lend_weight, parts_checked
+from moelight.kernels.matrices import Weight, Weights, as_matrix, check_integers, lend_weight, multiply, parts_checked
 
 Tensors = Sequence[Tensor | None]
 _BIASES = ("gate_up_bias", "up_bias", "down_bias")
@@ -51,24 +51,19 @@ def cpu_linear(
     activations auto, or int8: of a quantised matrix whose codes are whole numbers; see `quantized`
     out         [T, N], dtype of x; must not overlap x
     """
-    threads = arguments.check_threads(threads)
-    extension = native.extension()
-    if extension is None:
-        tokens, inputs = check_tensor("x", x, FLOATS, (None, None))
-        matrix = _check_weight("weight", weight, (None, inputs))
-        if not matrix.stored.is_quantised:
-            check_tensor("weight", quantized.dense_values(matrix, x.dtype), FLOATS, matrix.shape)
-        if bias is not None:
-            check_tensor("bias", bias, FLOATS, (matrix.rows,))
-        check_integers("weight", activations, weight)
-        if out is not None:
-            check_tensor("out", out, x.dtype, (tokens, matrix.rows))
-        return stored(quantized.linear(x, weight, bias, activations=activations), out)
-    lent = [as_dlpack("x", x), lend_weight("weight", weight), *lend_given(bias=bias)]
-    if out is None:
-        out = RESULTS.empty((_rows("x", x.shape), _rows("weight", weight.shape)), x.dtype)
-    extension.linear(*lent, activations, *lend(out=out), threads)
-    return out
+    if native.available():
+        return multiply(x, weight, bias, activations=activations, out=out, threads=threads)
+    arguments.check_threads(threads)
+    tokens, inputs = check_tensor("x", x, FLOATS, (None, None))
+    matrix = _check_weight("weight", weight, (None, inputs))
+    if not matrix.stored.is_quantised:
+        check_tensor("weight", quantized.dense_values(matrix, x.dtype), FLOATS, matrix.shape)
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, (matrix.rows,))
+    check_integers("weight", activations, weight)
+    if out is not None:
+        check_tensor("out", out, x.dtype, (tokens, matrix.rows))
+    return stored(quantized.linear(x, weight, bias, activations=activations), out)
 
 
 def cpu_expert_ffn(
@@ -203,12 +198,6 @@ def cpu_expert_ffn_workspace(
         return 0
     how = activations == "int8", transposed
     return int(extension.expert_ffn_workspace(*types, *how, tokens, hidden, intermediate, experts, threads))
-
-
-def _rows(name: str, shape: Sequence[int]) -> int:
-    if len(shape) != 2:
-        raise ValueError(f"{name}: must be a tensor of two dimensions")
-    return shape[0]
 
 
 def export(name: str, tensors: Weights) -> list[object]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from moelight.core.errors import ConfigError
 from moelight.formats.matrix import Matrix
 from moelight.formats.plain import PLAIN_FORMATS
-from moelight.kernels import arguments
-from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor
+from moelight.kernels import arguments, native
+from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, lend_given
+from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.formats.reference import group_of
 
 Weight: TypeAlias = Tensor | Matrix[Tensor]
@@ -78,6 +79,31 @@ def lend_weight(name: str, weight: Weight) -> object:
         form.zero_bias,
         *lent,
     )
+
+
+def multiply(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    *,
+    activations: str = "auto",
+    out: Tensor | None = None,
+    threads: int | None = None,
+) -> Tensor:
+    """`kernels.ffn.cpu_linear` by the extension, which is available."""
+    extension, threads = native.extension(), arguments.check_threads(threads)
+    assert extension is not None
+    lent = [as_dlpack("x", x), lend_weight("weight", weight), *lend_given(bias=bias)]
+    if out is None:
+        out = RESULTS.empty((_rows("x", x.shape), _rows("weight", weight.shape)), x.dtype)
+    extension.linear(*lent, activations, *lend(out=out), threads)
+    return out
+
+
+def _rows(name: str, shape: Sequence[int]) -> int:
+    if len(shape) != 2:
+        raise ValueError(f"{name}: must be a tensor of two dimensions")
+    return shape[0]
 
 
 def parts_checked(name: str, matrix: Matrix[Tensor], device: torch.device | None = arguments.CPU) -> Matrix[Tensor]:

@@ -21,10 +21,9 @@ from moelight.formats.matrix import Matrix
 from moelight.hrm.footprint import DEQUANTISED_ROWS
 from moelight.kernels import native
 from moelight.kernels.caching_allocator import RESULTS
-from moelight.kernels.ffn import cpu_linear
 from moelight.kernels.gpu import stored_linear
 from moelight.kernels.gpu.pages import ExpertTable
-from moelight.kernels.matrices import INT8, Stack, no_integers
+from moelight.kernels.matrices import INT8, Stack, multiply, no_integers
 from moelight.kernels.quantized import dense_values, integer_product, row_blocks, stacked_rows
 
 _NUMBERS_ON_DEVICE = 1 << 22  # of a matrix that are unpacked at a time: few launches, little memory
@@ -157,7 +156,7 @@ def _product_of_forms(x: Tensor, stack: Stack, bias: Tensor | None, forms: Seque
         columns = slice(first, first + matrix.rows)
         some, part = None if bias is None else bias[columns], out if len(stack) == 1 else out[:, columns]
         if native.available():
-            cpu_linear(x, matrix, some, activations=form, out=part)
+            multiply(x, matrix, some, activations=form, out=part)
         else:
             _by_blocks(x, matrix, some, form, part)
         first += matrix.rows

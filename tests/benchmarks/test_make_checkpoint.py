@@ -25,6 +25,7 @@ from moelight.profiles.gguf import read_gguf
 from moelight.weights.load import PageReader
 from moelight.weights.source import Checkpoint
 from moelight.weights.tensor_map import locate
+from tests.benchmarks.scripts import ran
 from tests.tiny import hf_model
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "make_checkpoint.py"
@@ -192,12 +193,11 @@ def test_the_command_line_ends_with_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_dynamic_file_has_layers_of_two_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dynamic_file_has_layers_of_two_sizes(tmp_path: Path) -> None:
     """Its experts are those of most "dynamic" files; it opens as a model, with numbers of a model's size."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    module = importlib.import_module("make_dynamic")
     path, sizes = tmp_path / "tiny.gguf", {**TINY, "layers": 4, "hidden": 256, "intermediate": 256, "heads": 4}
-    result = module.make_dynamic(path, module.scaled_config("mixtral-8x7b", **sizes))
+    options = [text for name, size in sizes.items() for text in (f"--{name.replace('_', '-')}", size)]
+    result = ran("make_checkpoint", path, "--model", "mixtral-8x7b", *options, "--dynamic")
     assert result["types"].keys() >= {"IQ2_XXS", "IQ2_XS", "IQ3_XXS", "Q4_K"}
     opened = open_model(str(path))
     stored = opened.profile.stored

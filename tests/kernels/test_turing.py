@@ -8,8 +8,7 @@ from torch import Tensor
 
 from moelight.kernels.activations import SILU, Activation, activation_of
 from moelight.kernels.gpu import grouped, grouped_cuda, serving
-from moelight.kernels.gpu.launches import row_slots
-from moelight.kernels.gpu.pages import ExpertTable
+from moelight.kernels.gpu.pages import ExpertTable, row_slots
 from tests.kernels.gpu_layers import distance, floats, rows_of
 from tests.kernels.turing import COMPILER, Player, build
 

@@ -22,8 +22,7 @@ from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.device import Device, on_host
 from moelight.kernels.gpu import grouped_cuda, serving, tiles
 from moelight.kernels.gpu.integers import RoundedRows, round_rows
-from moelight.kernels.gpu.launches import row_slots, tile_of
-from moelight.kernels.gpu.pages import ExpertTable
+from moelight.kernels.gpu.pages import ExpertTable, row_slots, tile_of
 from moelight.kernels.quantized import dense_values, integer_product
 from moelight.kernels.reference import gate_and_up
 

@@ -1,5 +1,6 @@
 """Addresses of expert matrices for the grouped kernels: one table of all pages in device memory, which never changes,
-and beside it the page of each expert of a layer, which changes from pass to pass.
+and beside it the page of each expert of a layer, which changes from pass to pass. And what a launch needs beside them:
+its tile, and which rows each block has.
 
 The kernels read both where they run, so nothing waits for either. Whoever writes an index does so on the stream of the
 kernels that read it. Every wrong argument is a ValueError that names it.
@@ -21,12 +22,15 @@ from moelight.formats.format import Format
 from moelight.formats.matrix import Matrix
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.arguments import FLOATS, check_tensor
+from moelight.kernels.device import compute_capability, on_host
 from moelight.kernels.formats.ggml import points_on
+from moelight.kernels.gpu import tiles
 from moelight.kernels.matrices import INT8, Weights, is_rounded, parts_checked, stack_of, upright
 
 # Rows of a matrix in the table of addresses; in place of scales a format may have a codebook.
 TENSORS = ("codes", "scales", "zero points", "order", "bias")
 ALIGNMENT_BYTES = 16
+_MAP_NUMBERS = 4096
 _MAX_BYTES = 2**31 - 1  # of a tensor: kernels count in 32 bits
 # As which the kernels load the bytes of narrow floats.
 _LOADED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e8m0fnu: torch.uint8}
@@ -175,6 +179,39 @@ class ExpertTable:
             index=torch.zeros(1, dtype=torch.int32, device=device),
             forms={"down": form},
         )
+
+
+def tile_of(
+    pages: ExpertTable, part: str, x: Tensor, activation: Activation, mean_rows: float, *, wide: bool = False
+) -> tiles.Tile:
+    """The tile of the product of ``x`` with the matrices ``part``, of ``mean_rows`` rows an expert."""
+    card = tiles.UNITS_SINCE if on_host(x) else compute_capability(x.device.index)
+    matrices = 2 if part == "gate_up" and activation.gated else 1
+    stored = pages.forms[part].stored
+    if pages.rounds(part):
+        group, _ = stored.integer_groups(x.shape[1])
+        scattered = stored.scattered
+        return tiles.choose_integers(card, group=group, mean_rows=mean_rows, matrices=matrices, scattered=scattered)
+    itemsize = torch.float32.itemsize if wide else x.element_size()
+    unpacks = pages.floats is None
+    return tiles.choose(card, itemsize=itemsize, mean_rows=mean_rows, matrices=matrices, unpacks=unpacks)
+
+
+def row_slots(offsets: Tensor, pages: ExpertTable, rows: int, height: int) -> Tensor:
+    """Blocks of at most ``height`` rows of one expert: int32 [n, 3] (page, first row, row after the expert's last).
+
+    In order of rows, then unused ones with page -1; n is the most that ``rows`` rows can need.
+    """
+    from moelight.kernels.gpu import grouped_triton
+
+    count = (rows + min(rows, pages.experts) * (height - 1)) // height
+    slots = torch.empty((count, 3), dtype=torch.int32, device=offsets.device)
+    padded = 1 << (pages.experts - 1).bit_length()
+    step = max(1, min(64, _MAP_NUMBERS // padded))
+    grouped_triton.map_slots[(-(-count // step),)](
+        offsets, pages.index, slots, pages.experts, pages.pages, rows, count, BM=height, PADDED=padded, SLOTS=step
+    )
+    return slots
 
 
 def _check_forms(forms: Mapping[str, MatrixForm], activation: Activation, sides: tuple[str, str]) -> int:

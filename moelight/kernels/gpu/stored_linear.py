@@ -13,8 +13,7 @@ from moelight.formats.matrix import Matrix
 from moelight.kernels.activations import SILU
 from moelight.kernels.device import Device
 from moelight.kernels.gpu import serving, tiles
-from moelight.kernels.gpu.launches import row_slots, tile_of
-from moelight.kernels.gpu.pages import ExpertTable
+from moelight.kernels.gpu.pages import ExpertTable, row_slots, tile_of
 
 
 def matrix_table(matrix: Matrix[Tensor], bias: Tensor | None = None) -> ExpertTable | None:

@@ -1,16 +1,11 @@
-"""Writes a random GGUF file in which the types of experts differ, as in "dynamic" files of few bits.
-
-    python benchmarks/make_dynamic.py OUT.gguf --model mixtral-6g
+"""A random GGUF file in which the types of experts differ, as in "dynamic" files of few bits.
 
 Gate, up and down of most layers are IQ2_XXS, IQ2_XS and IQ3_XXS, every fourth layer is Q4_K; all else is Q8_0 or
-float32. Codes are drawn, not rounded, so that no importance matrix is needed. The same arguments give the same bytes,
-which `pipeline.py --big OUT.gguf` and llama.cpp read. The last line of the output is JSON.
+float32. Codes are drawn, not rounded, so that no importance matrix is needed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import tempfile
 import zlib
@@ -20,7 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from make_checkpoint import SHAPES, make_checkpoint, scaled_config
+from make_checkpoint import make_checkpoint
 
 from moelight.convert.gguf_contents import GGUFTensor, contents_of
 from moelight.convert.gguf_file import ggml_blocks
@@ -31,15 +26,6 @@ EXPERTS = {"gate": "IQ2_XXS", "up": "IQ2_XS", "down": "IQ3_XXS"}
 LARGE, EVERY = "Q4_K", 4
 # Float16 numbers at the beginning of a block, by which codes become numbers of a deviation of about 0.02.
 SCALES = {"IQ2_XXS": (3.8e-4,), "IQ2_XS": (3.6e-4,), "IQ3_XXS": (1.4e-4,), "Q4_K": (7.7e-5, 5.8e-4)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", default="mixtral-6g", choices=SHAPES, help="the shape")
-    parser.add_argument("--layers", type=int, help="layers, if not those of the shape")
-    args = parser.parse_args()
-    print(json.dumps(make_dynamic(args.out, scaled_config(args.model, layers=args.layers))))
 
 
 def make_dynamic(out: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +86,3 @@ def _numbers(tensor: GGUFTensor, kind: str) -> np.ndarray:
     if kind == "F32":
         return values.reshape(tensor.shape)
     return ggml_blocks(torch.from_numpy(values), kind).numpy().reshape(*tensor.shape[:-1], -1)
-
-
-if __name__ == "__main__":
-    main()
