@@ -46,30 +46,22 @@ ATTRIBUTES = {
 
 def assigned(tree: ast.AST) -> tuple[Counter[str], Counter[str]]:
     """The words among the names of variables and parameters of ``tree``, and among those of fields and functions."""
-    names, attributes = Counter[str](), Counter[str]()
-    fields = {
-        id(statement.target)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign)
-    }
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) if id(node) in fields:
-                attributes[name] += 1
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                names[name] += 1
-            case ast.Attribute(attr=name, ctx=ast.Store()):
-                attributes[name] += 1
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                attributes[name] += 1
-            case _:
-                pass
-    return (
-        Counter({name: count for name, count in names.items() if name in WORDS}),
-        Counter({name: count for name, count in attributes.items() if name in WORDS}),
-    )
+    names, attributes, fields = Counter[str](), Counter[str](), set[int]()
+    for node in ast.walk(tree):  # a class before what is in it
+        if isinstance(node, ast.ClassDef):
+            fields.update(id(statement.target) for statement in node.body if isinstance(statement, ast.AnnAssign))
+        elif isinstance(node, ast.Name):
+            if node.id in WORDS and isinstance(node.ctx, ast.Store):
+                (attributes if id(node) in fields else names)[node.id] += 1
+        elif isinstance(node, ast.arg):
+            if node.arg in WORDS:
+                names[node.arg] += 1
+        elif isinstance(node, ast.Attribute):
+            if node.attr in WORDS and isinstance(node.ctx, ast.Store):
+                attributes[node.attr] += 1
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in WORDS:
+            attributes[node.name] += 1
+    return names, attributes
 
 
 @pytest.mark.parametrize("root", ATTRIBUTES, ids=lambda root: root.name)

@@ -26,6 +26,7 @@ from moelight.runtime.machine import LANE_KINDS
 from moelight.scheduler import SCHEDULES
 from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
+from tests.cases import covering, thorough
 from tests.engines import Tiny, all_pairs, in_turn, least_memory
 from tests.shapes import examples
 
@@ -66,6 +67,8 @@ def served() -> list[tuple[str, str]]:
     return [(name, devices) for name in SCHEDULES.names() for devices, policy in made.items() if fits(name, policy)]
 
 
+BY_LANES, BY_MODELS = in_turn(served(), LANE_KINDS), in_turn(served(), MODELS)
+CACHES = all_pairs([0.0, 0.3, 0.5, 1.0], LANE_KINDS, MODELS)
 CROSSING = [item for item in served() if DEVICES[item[1]].get("ffn_device")]
 ON_DEMAND = [item for item in served() if item[0] in ON_DEMAND_SCHEDULES]
 
@@ -124,10 +127,13 @@ def test_answers_are_worth_comparing(model: Path) -> None:
     assert all(len(tokens) <= how.max_tokens for (_, tokens, _), how in zip(result, SAMPLING, strict=True))
 
 
-@pytest.mark.parametrize(("device", "name"), [("cpu", "mixtral"), ("twin", "qwen3_moe"), ("twin", "olmoe")])
+@pytest.mark.parametrize(
+    ("device", "name"),
+    thorough([("cpu", "mixtral"), ("twin", "qwen3_moe"), ("twin", "olmoe")], but=[("cpu", "mixtral")]),
+)
 def test_every_budget_gives_the_same_tokens(tiny: Tiny, device: str, name: str) -> None:
     """From the least that is accepted to all resident, planned as a user would have it planned. All models on the CPU:
-    ``test_bfloat16.py``."""
+    ``test_bfloat16.py``; the least beside a device: ``test_small_ring.py``."""
     model = tiny(name, **MODELS[name])
     how = {"schedule": "fastdecode"} if device == "twin" else {}  # all experts on the GPU, so that pages are streamed
     least = least_memory(model, device, WORK, **how)
@@ -142,7 +148,7 @@ def test_every_budget_gives_the_same_tokens(tiny: Tiny, device: str, name: str) 
     assert disk[-1] > 0.7
 
 
-@pytest.mark.parametrize(("schedule", "devices", "lanes"), in_turn(served(), LANE_KINDS))
+@pytest.mark.parametrize(("schedule", "devices", "lanes"), thorough(BY_LANES, but=covering(BY_LANES)))
 def test_every_schedule_on_every_kind_of_lane_gives_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, lanes: str
 ) -> None:
@@ -151,7 +157,7 @@ def test_every_schedule_on_every_kind_of_lane_gives_the_same_tokens(
     assert run(policy, lanes=lanes) == truth(model)
 
 
-@pytest.mark.parametrize(("schedule", "devices", "name"), in_turn(served(), MODELS))
+@pytest.mark.parametrize(("schedule", "devices", "name"), thorough(BY_MODELS, but=covering(BY_MODELS)))
 def test_every_schedule_serves_every_model_with_cut_prompts(tiny: Tiny, schedule: str, devices: str, name: str) -> None:
     """Micro-batches of twenty tokens: prompts are cut, and their ends ride with decoding sequences."""
     model = tiny(name, **MODELS[name])
@@ -167,7 +173,7 @@ def test_every_schedule_serves_every_model_with_cut_prompts(tiny: Tiny, schedule
     assert run(policy) == truth(model)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), CROSSING[::3])
+@pytest.mark.parametrize(("schedule", "devices"), thorough(CROSSING[::3], but=CROSSING[::9]))
 def test_pages_that_cross_in_parts_give_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +184,7 @@ def test_pages_that_cross_in_parts_give_the_same_tokens(
     assert run(policy) == truth(model)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), ON_DEMAND[::3])
+@pytest.mark.parametrize(("schedule", "devices"), thorough(ON_DEMAND[::3], but=ON_DEMAND[::9]))
 def test_passes_of_routed_pages_give_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +224,7 @@ def test_prompts_cut_over_micro_batches_and_passes_give_the_same_tokens(tiny: Ti
     assert passes > sum(map(len, PROMPTS)) // (3 + 8 * 4)
 
 
-@pytest.mark.parametrize(("host", "lanes", "name"), all_pairs([0.0, 0.3, 0.5, 1.0], LANE_KINDS, MODELS))
+@pytest.mark.parametrize(("host", "lanes", "name"), thorough(CACHES, but=covering(CACHES)))
 def test_any_share_of_the_cache_on_the_device_gives_the_same_tokens(
     tiny: Tiny, host: float, lanes: str, name: str
 ) -> None:

@@ -17,13 +17,14 @@ from moelight.hrm import costs
 from moelight.profiles.families import profile_from_dir
 from moelight.runtime.machine import find_machine
 from moelight.weights.tensor_map import open_checkpoint
+from tests.cases import covering, thorough
 from tests.engine.graphs import STREAMED, tokens
 from tests.engine.test_invariance import DEVICES, MODELS, PROMPTS, SAMPLING, WORK, answers, fits, run, truth
 from tests.engines import Tiny, in_turn, least_memory
 from tests.weights.quantised import METHODS, quantise
 
 ANY_RING = [name for name, chosen in DEVICES.items() if fits("module", Policy(model="m", **chosen))]
-RINGS = (2, 3, 5)
+RINGS = in_turn([(item, ring) for item in ANY_RING for ring in (2, 3, 5)], MODELS)
 
 
 def policy(model: Path, **changes: Any) -> Policy:
@@ -32,9 +33,7 @@ def policy(model: Path, **changes: Any) -> Policy:
     return Policy(model=str(model), schedule="module", **{**sizes, **changes})
 
 
-@pytest.mark.parametrize(
-    ("devices", "ring_pages", "name"), in_turn([(item, ring) for item in ANY_RING for ring in RINGS], MODELS)
-)
+@pytest.mark.parametrize(("devices", "ring_pages", "name"), thorough(RINGS, but=covering(RINGS)))
 def test_a_ring_of_any_size_gives_the_same_tokens(tiny: Tiny, devices: str, ring_pages: int, name: str) -> None:
     model = tiny(name, **MODELS[name])
     assert run(policy(model, ring_pages=ring_pages, **DEVICES[devices])) == truth(model)
@@ -46,14 +45,17 @@ def test_pages_that_cross_in_parts_give_the_same_tokens(tiny: Tiny, monkeypatch:
     assert run(policy(model, ring_pages=3, **DEVICES["gpu"])) == truth(model)
 
 
-@pytest.mark.parametrize(("family", "device"), [("gpt_oss", "cpu"), ("deepseek_v2", "twin"), ("qwen3_next", "cpu")])
+@pytest.mark.parametrize(
+    ("family", "device"),
+    thorough([("gpt_oss", "cpu"), ("deepseek_v2", "twin"), ("qwen3_next", "cpu")], but=[("deepseek_v2", "twin")]),
+)
 def test_a_module_graph_gives_the_tokens_of_transformers(family: str, device: str, checkpoints: Any) -> None:
     directory, expected = checkpoints(family)
     where = {"ffn_device": "gpu"} if device == "twin" else {}
     assert tokens(directory, device, schedule="module", weights=STREAMED, ring_pages=2, **where) == expected
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8 blocks"])
+@pytest.mark.parametrize("name", thorough(["int4", "fp8 blocks"], but=["int4"]))
 def test_quantised_pages_give_the_tokens_of_the_numbers(name: str, tiny: Tiny, tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     quantised, values = quantise(tiny("mixtral", intermediate_size=96, **shape), tmp_path, METHODS[name])
@@ -61,7 +63,7 @@ def test_quantised_pages_give_the_tokens_of_the_numbers(name: str, tiny: Tiny, t
     assert tokens(quantised, schedule="module", weights=STREAMED, ring_pages=2) == wanted
 
 
-@pytest.mark.parametrize("device", ["cpu", "twin"])
+@pytest.mark.parametrize("device", thorough(["cpu", "twin"], but=["twin"]))
 def test_the_least_memory_is_that_of_a_few_pages(device: str, tiny: Tiny) -> None:
     """What the planner asks for at least holds neither two layers nor one. Beside a GPU the CPU would need no ring, so
     the schedule is given."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,24 @@ from moelight.kernels import native
 from moelight.kernels.gpu import serving
 
 ISAS = tuple(native.extension().isa_available()) if native.available() else ()
+SERVERS = ("server", "lanes", "isa")  # fixtures that choose one
+_OF_OTHERS = 6
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All cases run on what serves by itself here; of those on other instruction sets, and by torch, the first of every
+    six do, and CI runs all."""
+    usual = native.isa() or "torch"
+    counts = Counter[tuple[str, str]]()
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        server = next((str(params[name]) for name in SERVERS if name in params), usual)
+        if server != usual and Path(__file__).parent in item.path.parents:
+            case = item.nodeid.partition("[")[0], server
+            if counts[case] % _OF_OTHERS:
+                item.add_marker(pytest.mark.thorough)
+            counts[case] += 1
 
 
 @pytest.fixture(params=[*ISAS, "torch"])

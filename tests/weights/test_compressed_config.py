@@ -45,6 +45,7 @@ def read(values: dict[str, Any]) -> Quantization:
     return result
 
 
+@pytest.mark.thorough
 def test_the_package_is_imported_by_a_child_process_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny(tmp_path / "model", "mixtral", intermediate_size=96, **SHAPE)
     quantised, _ = quantise(model, tmp_path, METHODS["int4"])

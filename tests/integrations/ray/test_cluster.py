@@ -195,11 +195,13 @@ def test_the_guides_stage_keeps_the_errors_of_its_rows(cluster: Any, tmp_path: P
         assert failed.startswith("context_length_exceeded") if len(question) > 100 else failed == ""
 
 
+@pytest.mark.thorough
 def test_what_no_node_has_is_one_clear_line(cluster: Any, prompts: Path) -> None:
     with pytest.raises(ConfigError, match="no node has what an engine takes"):
         forecast_job(job(prompts, "none.jsonl"), plan_engines=plan_on(on(cluster, labels={"zone": "a"})))
 
 
+@pytest.mark.thorough
 def test_an_engine_and_a_node_die(cluster: Any, prompts: Path) -> None:
     """The rows are still those of one engine, and the slot of the engine gets another one."""
     node = cluster.add_node(**NODE)

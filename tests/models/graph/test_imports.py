@@ -30,6 +30,7 @@ assert logging.root.manager.disable == 0
 """
 
 
+@pytest.mark.thorough
 def test_compilers_and_solvers_are_imported_only_by_who_uses_them() -> None:
     done = subprocess.run([sys.executable, "-c", CHILD], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
