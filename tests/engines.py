@@ -19,6 +19,7 @@ from moelight.engine.batcher import Batcher, RunningSequence, SequenceChunk
 from moelight.engine.options import EngineOptions
 from moelight.engine.pass_runner import PassRunner
 from moelight.engine.planning import plan_for, resolve
+from moelight.models.checkpoints import open_model
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
 from moelight.weights.tensor_map import open_checkpoint
@@ -66,7 +67,7 @@ class Forced:
     """An engine without choice: it is told every next token and keeps the logits that would have chosen it."""
 
     def __init__(self, policy: Policy, *, device: str, lanes: str = "inline") -> None:
-        source, machine = open_checkpoint(policy.model), find_machine(device)
+        source, machine = open_model(policy.model), find_machine(device)
         self._policy = resolve(policy, source.profile, discrete=machine.discrete)
         self._discrete = machine.discrete
         self._passes = PassRunner(source, self._policy, machine, lanes)

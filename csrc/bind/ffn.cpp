@@ -7,6 +7,7 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -132,20 +133,9 @@ Entry to_entry(const char* name, nb::handle item, std::vector<In>& arrays) {
 void linear(const In& x, nb::object weight, nb::object bias, const std::string& activations, const Out& out,
             int64_t threads) {
   check_layout("x", x, 2);
-  std::vector<In> arrays;
-  const Entry entry = to_entry("weight", weight, arrays);
-  if (entry.quantized == nullptr) check_layout("weight", entry.array, 2);
-  LinearArgs args;
-  args.format = make_format("weight", entry_type("weight", entry), entry.rows(), size_of(x, 1));
-  args.format.integers = rounds_tokens("weight", activations, args.format.type);
-  args.weight = check_entry("weight", entry, args.format);
+  const BoundLinear bound = bind_linear("weight", weight, "bias", bias, activations, size_of(x, 1));
+  LinearArgs args = bound.args;
   args.tokens = check_tokens(x, out, args.format.rows);
-  bool seen = false;
-  In bias_array;
-  if (!bias.is_none()) {
-    bias_array = to_array("bias", bias);
-    args.weight.bias = check_bias("bias", bias_array, args.format, seen);
-  }
   args.threads = checked_threads(threads);
   nb::gil_scoped_release release;
   moelight::linear(args);
@@ -422,15 +412,23 @@ void set_stream(int64_t tokens, const std::string& name) {
 
 }  // namespace
 
-LinearArgs bind_linear(const char* name, const In& weight, const char* bias_name, const std::optional<In>& bias,
-                       int64_t columns) {
-  check_layout(name, weight, 2);
-  LinearArgs args;
-  args.format = make_format(name, weight_type(name, weight), size_of(weight, 0), columns);
-  args.weight = check_weight(name, weight, args.format);
+BoundLinear bind_linear(const char* name, nb::handle weight, const char* bias_name, nb::handle bias,
+                        const std::string& activations, int64_t columns) {
+  BoundLinear bound;
+  Entry entry = to_entry(name, weight, bound.arrays);
+  if (entry.quantized == nullptr) check_layout(name, entry.array, 2);
+  if (columns < 0) columns = entry.quantized != nullptr ? entry.quantized->columns : size_of(entry.array, 1);
+  LinearArgs& args = bound.args;
+  args.format = make_format(name, entry_type(name, entry), entry.rows(), columns);
+  args.format.integers = rounds_tokens(name, activations, args.format.type);
+  args.weight = check_entry(name, entry, args.format);
+  if (entry.quantized == nullptr) bound.arrays.push_back(entry.array);
+  bound.quantized = std::move(entry.quantized);
+  if (bias.is_none()) return bound;
   bool seen = false;
-  if (bias) args.weight.bias = check_bias(bias_name, *bias, args.format, seen);
-  return args;
+  bound.arrays.push_back(to_array(bias_name, bias));
+  args.weight.bias = check_bias(bias_name, bound.arrays.back(), args.format, seen);
+  return bound;
 }
 
 void add_ffn(nb::module_& module) {

@@ -1,7 +1,9 @@
 // Weights that are checked once and multiplied many times.
 #pragma once
 
-#include <optional>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "checks.h"
 #include "ffn/ffn.h"
@@ -15,8 +17,15 @@ struct BoundExperts {
   virtual ~BoundExperts() = default;
 };
 
-// A linear layer of floats with `columns` inputs: everything but tokens and threads. Whoever calls keeps the arrays.
-LinearArgs bind_linear(const char* name, const In& weight, const char* bias_name, const std::optional<In>& bias,
-                       int64_t columns);
+// A linear layer: everything but tokens and threads, and what its weight and bias lie in.
+struct BoundLinear {
+  LinearArgs args = {};
+  std::vector<In> arrays;
+  std::unique_ptr<Quantized> quantized;
+};
+
+// `columns`: inputs, or below 0 as many as the weight has. `weight`: floats or a quantised matrix; `bias` may be None.
+BoundLinear bind_linear(const char* name, nb::handle weight, const char* bias_name, nb::handle bias,
+                        const std::string& activations, int64_t columns);
 
 }  // namespace moelight::bind

@@ -5,23 +5,47 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "ffn/ffn.h"
 #include "gqa/gqa.h"
 
 namespace moelight {
 
-// Weights of one dtype, which is that of all activations.
+// The products of the same tokens with several matrices, their columns one after the other.
+struct LayerProduct {
+  std::vector<LinearArgs> parts;  // without tokens and threads
+  bool wide = false;              // of tokens widened to float32, the results rounded once
+
+  int64_t rows() const {
+    int64_t count = 0;
+    for (const LinearArgs& part : parts) count += part.format.rows;
+    return count;
+  }
+};
+
+// Without a weight there is no norm. `once`: weight and computation are float32, and only the result is rounded to the
+// dtype of the layer.
+struct Norm {
+  const void* weight = nullptr;
+  bool once = false;
+};
+
+// Norms and biases have the dtype of all activations, but for norms that are rounded once.
 struct Layer {
   DType dtype;
   int64_t hidden, queries, keys, head_dim;  // of queries and keys: heads
-  const void *input_norm, *post_norm;       // [H]
-  const void *q_norm, *k_norm;              // [D], or [Hq D] and [Hkv D] if `norms_all`, or both null
+  Norm input_norm, post_norm;               // [H], before attention and before the block
+  Norm attention_norm, block_norm;          // [H], of the results of both before they are added; often none
+  Norm q_norm, k_norm;                      // [D], or [Hq D] and [Hkv D] if `norms_all`; or none
   bool norms_all;                           // all queries of a token in one norm, and all keys
   float eps;
-  LinearArgs qkv, o, router;  // without tokens and threads
+  LayerProduct qkv, o, router;  // a router without parts: a dense layer, all of whose tokens go to its only expert
   int64_t top_k;
   bool normalize, round;  // as of RouteArgs
+  bool wide_block;        // of a dense layer: as `wide` of a projection
+
+  bool dense() const { return router.parts.empty(); }
 };
 
 // Rows of an activation, `stride` elements apart.
@@ -41,8 +65,8 @@ void before_attention(const Layer& layer, const Activations& hidden, const Rotat
                       int threads);
 
 // hidden [T, H] += o(attention [T, Hq D]); then += the experts of norm(hidden). `experts` are without rows, tokens and
-// threads; rows [T k, H], one after the other, is their memory. Throws std::out_of_range, of a token's expert that has
-// no weights, before any expert is computed.
+// threads; rows [T k, H], one after the other, is their memory, which a dense layer does not use. Throws
+// std::out_of_range, of a token's expert that has no weights, before any expert is computed.
 void after_attention(const Layer& layer, const Activations& hidden, const Activations& attention,
                      const ExpertArgs& experts, const Activations& rows, int threads);
 

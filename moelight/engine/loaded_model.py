@@ -221,12 +221,15 @@ class LoadedModel:
                 f"activations int8: torch computes these experts on {machine.device}, with activations as they are; "
                 "leave activations at auto"
             )
-        attention = self._attention(policy, arenas, decoder.sinks)
+        attention, in_place = (
+            self._attention(policy, arenas, decoder.sinks),
+            decoder.whole_layers and not policy.discrete,
+        )
         return Operations(
             decoder,
             self.pages,
             attention=attention.table,
-            caches=attention.bound() if isinstance(attention, HostAttention) and decoder.whole_layers else (),
+            caches=attention.bound() if in_place and isinstance(attention, HostAttention) else (),
             moe_ops=moe_ops,
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),

@@ -1,5 +1,5 @@
 """Decoder layers as one call, or one as a call on each side of its attention, for few tokens on the CPU; the extension
-alone.
+alone. A layer has routed experts, or one feed-forward block for all tokens.
 
 Each call is the kernels of `norm`, `ffn`, `attention` and `routing` one after the other, with their results to the bit.
 Nothing is left to do between them, so with few tokens, where weights are read in the time that a few calls from Python
@@ -11,17 +11,19 @@ Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head size, E 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moelight.hrm.costs import WHOLE_LAYERS_TOKENS
 from moelight.kernels import arguments, native
 from moelight.kernels.activations import Activation
-from moelight.kernels.arguments import as_dlpack, lend, lend_given
+from moelight.kernels.arguments import FLOATS, as_dlpack, lend, lend_given
 from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.ffn import Tensors, export
-from moelight.kernels.matrices import Weights
+from moelight.kernels.matrices import Weight, Weights, lend_weight
 
 # More tokens are computed kernel by kernel: what lies between two of them would be memory that no plan announces.
 MOST_TOKENS = WHOLE_LAYERS_TOKENS
@@ -81,14 +83,46 @@ class BoundExperts:
         self.native = _extension().bind_experts(hidden, *matrices, by, pairing, *rest, by_side)
 
 
-class DecoderLayer:
-    """One layer with experts: attention of grouped queries with half rotations, a softmax router.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerProduct:
+    """The product of tokens with matrices of as many columns, below one another.
 
-    input_norm, post_norm   [H], of one dtype, as all other weights and all activations: float32, bfloat16 or float16
-    qkv, qkv_bias           [(Hq + 2 Hkv) D, H], and a number for each row
-    q_norm, k_norm          [D], of every query and key; or [Hq D] and [Hkv D], of all of a token; or neither
-    o, o_bias               [H, Hq D], and a number for each row
-    router                  [E, H]; ``top_k``, ``normalize`` and ``round_weights`` are those of `cpu_route`
+    Attributes:
+        weights: floats of the dtype of the tokens, or quantised.
+        biases: of each matrix, a number for each row, or None; empty: none has.
+        activations: of each matrix, as of `cpu_linear`; empty: auto.
+        wide: tokens are widened to float32, and results rounded once.
+    """
+
+    weights: Sequence[Weight]
+    biases: Sequence[Tensor | None] = ()
+    activations: Sequence[str] = ()
+    wide: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The number of columns of the result."""
+        return sum(weight.shape[0] for weight in self.weights)
+
+    def lent(self, name: str) -> tuple[list[object], bool]:
+        """The extension's arguments."""
+        count = len(self.weights)
+        parts = zip(self.weights, self.biases or (None,) * count, self.activations or ("auto",) * count, strict=True)
+        return [(lend_weight(name, weight), *lend_given(bias=bias), by) for weight, bias, by in parts], self.wide
+
+
+class DecoderLayer:
+    """One layer: attention of grouped queries with half rotations, then experts of a softmax router, or one
+    feed-forward block for all tokens.
+
+    input_norm, post_norm       [H], of ``dtype``, as all activations: float32, bfloat16 or float16; or of float32 if
+                                they are computed in float32 and rounded once. This applies to all norms
+    attention_norm, block_norm  [H], of the results of attention and of the experts before they are added; or None
+    qkv                         to [(Hq + 2 Hkv) D] from [H]
+    q_norm, k_norm              [D], of every query and key; or [Hq D] and [Hkv D], of all of a token; or neither
+    o                           to [H] from [Hq D]
+    router                      [E, H]; ``top_k``, ``normalize`` and ``round_weights`` are those of `cpu_route`. None:
+                                there is one expert, for all tokens, which are widened to float32 if ``wide_block``
 
     Every wrong argument is a ValueError that names it; so is a missing extension.
     """
@@ -96,28 +130,31 @@ class DecoderLayer:
     def __init__(
         self,
         *,
+        dtype: torch.dtype,
         input_norm: Tensor,
-        qkv: Tensor,
-        o: Tensor,
+        qkv: LayerProduct,
+        o: LayerProduct,
         post_norm: Tensor,
-        router: Tensor,
         eps: float,
         head_dim: int,
-        top_k: int,
-        normalize: bool,
-        round_weights: bool,
-        qkv_bias: Tensor | None = None,
+        router: Tensor | None = None,
+        top_k: int = 0,
+        normalize: bool = False,
+        round_weights: bool = False,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
-        o_bias: Tensor | None = None,
+        attention_norm: Tensor | None = None,
+        block_norm: Tensor | None = None,
+        wide_block: bool = False,
     ) -> None:
-        first, rest = lend(input_norm=input_norm, qkv=qkv), lend(post_norm=post_norm, router=router)
-        lent = lend_given(qkv_bias=qkv_bias, q_norm=q_norm, k_norm=k_norm)
-        out = [as_dlpack("o", o), *lend_given(o_bias=o_bias)]
+        names = FLOATS.index(dtype), as_dlpack("input_norm", input_norm), qkv.lent("qkv")
+        heads, out = lend_given(q_norm=q_norm, k_norm=k_norm), o.lent("o")
+        (after,), second = lend_given(attention_norm=attention_norm), as_dlpack("post_norm", post_norm)
         eps = arguments.check_number("eps", eps, 0)
-        how = (eps, head_dim, top_k, bool(normalize), bool(round_weights))
-        self.native = _extension().DecoderLayer(*first, *lent, *out, *rest, *how)
-        self._rows, self._head_dim, self.top_k = qkv.shape[0], head_dim, top_k
+        how = (bool(wide_block), eps, head_dim, top_k, bool(normalize), bool(round_weights))
+        rest = lend_given(router=router, block_norm=block_norm)
+        self.native = _extension().DecoderLayer(*names, *heads, out, after, second, *rest, *how)
+        self._rows, self._head_dim, self.top_k = qkv.rows, head_dim, 0 if router is None else top_k
 
     def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor, *, threads: int | None = None) -> Tensor:
         """hidden [T, H], cos and sin [T, D] as for `cpu_rotate` -> [T, Hq + 2 Hkv, D]: normed, multiplied, queries and
@@ -145,13 +182,13 @@ class DecoderLayer:
 def decode_layers(
     layers: Sequence[DecoderLayer],
     hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    angles: Sequence[tuple[Tensor, Tensor]],
     caches: Sequence[PagedCache],
     block_tables: Tensor,
     seq_lens: Tensor,
     experts: Sequence[BoundExperts],
     *,
+    turns: Sequence[int] = (),
     rows: Tensor | None = None,
     threads: int | None = None,
 ) -> None:
@@ -159,7 +196,8 @@ def decode_layers(
 
     Row t is the last token of sequence t, whose key and value are written to each cache first.
 
-    cos, sin      [T, D] as for `DecoderLayer.before_attention`
+    angles        pairs of cos and sin [T, D] as for `DecoderLayer.before_attention`
+    turns         of each layer, its place in ``angles``; empty: all layers have the first
     block_tables  int32 [T, max_blocks], seq_lens int32 [T], that token counted, as for `cpu_gqa_decode`
     rows          [T top_k, H]: memory to work in; None: allocated
 
@@ -167,14 +205,18 @@ def decode_layers(
     """
     if not len(layers) == len(caches) == len(experts):
         raise ValueError(f"layers: are {len(layers)}, with {len(caches)} caches and {len(experts)} groups of experts")
-    lent = lend(hidden=hidden, cos=cos, sin=sin, block_tables=block_tables, seq_lens=seq_lens)
+    turns = turns or (0,) * len(layers)
+    if len(turns) != len(layers) or not all(0 <= turn < len(angles) for turn in turns):
+        raise ValueError(f"turns: must be {len(layers)} places in angles, of which there are {len(angles)}")
+    pairs = [tuple(lend(cos=cos, sin=sin)) for cos, sin in angles]
+    x, tables = as_dlpack("hidden", hidden), lend(block_tables=block_tables, seq_lens=seq_lens)
     room = _room(hidden, max((layer.top_k for layer in layers), default=0), rows)
     bound = (
         [expert.native for expert in layers],
         [expert.native for expert in caches],
         [expert.native for expert in experts],
     )
-    _extension().decode_layers(*bound, *lent, room, arguments.check_threads(threads))
+    _extension().decode_layers(*bound, x, pairs, turns, *tables, room, arguments.check_threads(threads))
 
 
 def _room(hidden: Tensor, top_k: int, rows: Tensor | None) -> object:

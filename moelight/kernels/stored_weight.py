@@ -139,7 +139,12 @@ def _product_on_cpu(x: Tensor, stack: Stack, bias: Tensor | None, activations: s
 def widened(x: Tensor) -> Tensor:
     """x in float32 where it is bfloat16 and the values of a matrix are unpacked to floats anyway (AVX2): they are then
     not rounded to bfloat16, which takes as long as the product with one token."""
-    return x.float() if x.dtype == torch.bfloat16 and native.isa() == "avx2" else x
+    return x.float() if widens(x.dtype) else x
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Whether `widened` widens tensors of ``dtype``."""
+    return dtype == torch.bfloat16 and native.isa() == "avx2"
 
 
 def stored_product(x: Tensor, stack: Stack, bias: Tensor | None = None, *, activations: str = "auto") -> Tensor:

@@ -20,7 +20,7 @@ from moelight.hrm.footprint import HEAD_CHUNK_BYTES
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.gpu import serving
-from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer, PagedCache, decode_layers
+from moelight.kernels.layer import MOST_TOKENS, BoundExperts, DecoderLayer, LayerProduct, PagedCache, decode_layers
 from moelight.kernels.matrices import Stack, floats_of
 from moelight.kernels.norm import finish_heads, rms_norm, rms_norm_mixed
 from moelight.kernels.products import (
@@ -303,8 +303,7 @@ class NativeDecoder:
             [self._small[layer] for layer in layers],
             self.space.rows[: len(hidden) * self.model.router.top_k],
         )
-        cos, sin = running
-        decode_layers(native_layers, hidden, cos, sin, caches, block_tables, seq_lens, present, rows=rows)
+        decode_layers(native_layers, hidden, [running], caches, block_tables, seq_lens, present, rows=rows)
         return True
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:  # noqa: ARG002
@@ -339,17 +338,21 @@ class NativeDecoder:
         layer_weights, spec, router = self.weights.layers[layer], self.model.attention, self.model.router
         if layer_weights.router is None or self.finite is not None or spec.clip_qkv is not None:
             return None
-        names = ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm", "router")
+        names = ("input_norm", "q_norm", "k_norm", "post_norm", "router")
         qkv, o = floats_of(layer_weights.qkv), floats_of(layer_weights.o)
         if qkv is None or o is None:
             return None
-        weights: dict[str, Any] = {"qkv": qkv, "o": o} | {name: getattr(layer_weights, name) for name in names}
-        tensors = [weight for weight in weights.values() if weight is not None]
+        weights: dict[str, Any] = {name: getattr(layer_weights, name) for name in names}
+        biases = layer_weights.qkv_bias, layer_weights.o_bias
+        tensors = [weight for weight in (*weights.values(), qkv, o, *biases) if weight is not None]
         plain = all(native.on_cpu(tensor) and tensor.dtype == self.dtype for tensor in tensors)
         if not plain or not native.available() or serving.serves(self.space.rows.device, self.dtype)[0]:
             return None
         return DecoderLayer(
             **weights,
+            dtype=self.dtype,
+            qkv=LayerProduct(weights=(qkv,), biases=(biases[0],)),
+            o=LayerProduct(weights=(o,), biases=(biases[1],)),
             eps=self.model.norm_eps,
             head_dim=spec.head_dim,
             top_k=router.top_k,

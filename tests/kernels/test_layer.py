@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelight.formats.ggml import GGML_FORMATS
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.attention import cpu_gqa_decode
 from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
-from moelight.kernels.layer import BoundExperts, DecoderLayer, PagedCache, decode_layers
+from moelight.kernels.layer import BoundExperts, DecoderLayer, LayerProduct, PagedCache, decode_layers
 from moelight.kernels.norm import cpu_rms_norm, cpu_rotate
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
+from tests.kernels.quantized import matrix
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the extension alone has it")
 HIDDEN, WIDTH, EXPERTS, QUERIES, KEYS, SIZE, EPS = 96, 64, 5, 4, 2, 16, 1e-5
@@ -48,7 +50,10 @@ def experts(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def layer_of(inputs: dict[str, Tensor], **changes: Any) -> DecoderLayer:
-    return DecoderLayer(**{**inputs, "eps": EPS, "head_dim": SIZE, **ROUTER, **changes})
+    names = {**inputs, "eps": EPS, "head_dim": SIZE, "dtype": inputs["qkv"].dtype, **ROUTER, **changes}
+    for name in ("qkv", "o"):
+        names[name] = LayerProduct(weights=(names[name],), biases=(names.pop(f"{name}_bias", None),))
+    return DecoderLayer(**names)
 
 
 def angles(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -129,7 +134,7 @@ def test_whole_layers_equal_their_kernels(dtype: torch.dtype, int8: bool, tokens
             [PagedCache(**item, scale=0.25, **how) for item in selected],
         )
         of_layers = [BoundExperts(HIDDEN, *item, activation=SILU) for item in every]
-        decode_layers(layers, result, *turns, bound, tables, lens, of_layers, threads=threads)
+        decode_layers(layers, result, [turns], bound, tables, lens, of_layers, threads=threads)
         for layer, cache, (gate_up, down) in zip(inputs, theirs, every, strict=True):
             heads = before_by_kernels(layer, wanted, *turns)
             q, k, v = heads.split((QUERIES, KEYS, KEYS), dim=1)
@@ -139,6 +144,101 @@ def test_whole_layers_equal_their_kernels(dtype: torch.dtype, int8: bool, tokens
         assert torch.equal(result, wanted)
         for one, other in zip(selected, theirs, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def once(x: Tensor, weight: Tensor) -> Tensor:
+    """The norm in float32, rounded once."""
+    return cpu_rms_norm(x.float(), weight, EPS).to(x.dtype)
+
+
+def product_by_kernels(projection: LayerProduct, x: Tensor) -> Tensor:
+    by = projection.activations or ("auto",) * len(projection.weights)
+    biases = projection.biases or (None,) * len(projection.weights)
+    rows = x.float() if projection.wide else x
+    parts = zip(projection.weights, biases, by, strict=True)
+    return torch.cat([cpu_linear(rows, weight, bias, activations=form) for weight, bias, form in parts], 1).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_dense_layers_equal_their_kernels(dtype: torch.dtype, wide: bool, tokens: int) -> None:
+    """Two layers with angles of their own, of stored matrices in two formats: the first with biases, the second with
+    norms of its results that are rounded once."""
+    torch.manual_seed(tokens)
+    q, kv = QUERIES * SIZE, KEYS * SIZE
+    stored = [
+        matrix(GGML_FORMATS[kind], rows, columns, rows)
+        for kind, rows, columns in (
+            *(("Q8_0", rows, HIDDEN) for rows in (q, kv)),
+            ("Q5_1", kv, HIDDEN),
+            ("Q4_1", HIDDEN, q),
+            *[("Q4_0", WIDTH, HIDDEN)] * 2,
+            ("Q8_0", HIDDEN, WIDTH),
+        )
+    ]
+    by = ("int8", "int8", "auto")
+    biases = [random(rows, dtype=dtype) for rows in (q, kv, kv)]
+    norms = [1 + random(HIDDEN, dtype=torch.float32) for _ in range(4)]
+    plain = LayerProduct(weights=stored[:3], biases=biases, activations=by, wide=wide)
+    out = LayerProduct(weights=stored[3:4], activations=("int8",), wide=False)
+    again = LayerProduct(weights=stored[:3], activations=by, wide=wide)
+    usual: dict[str, Any] = {"dtype": dtype, "eps": EPS, "head_dim": SIZE, "o": out, "wide_block": wide}
+    first, second = (norm.to(dtype) for norm in norms[:2])
+    heads = [1 + random(SIZE, dtype=torch.float32) for _ in range(2)]
+    layers = [
+        DecoderLayer(**usual, qkv=plain, input_norm=first, post_norm=second),
+        DecoderLayer(
+            **usual,
+            qkv=again,
+            input_norm=norms[0],
+            post_norm=norms[1],
+            attention_norm=norms[2],
+            block_norm=norms[3],
+            q_norm=heads[0],
+            k_norm=heads[1],
+        ),
+    ]
+    gate, up, down = stored[4:]
+    form: dict[str, Any] = {"up": [up], "activation": Activation("gelu_tanh"), "activations": ("int8", "auto")}
+    block = BoundExperts(HIDDEN, [gate], [down], **form)
+    cache = [random(tokens, KEYS, 16, SIZE, dtype=dtype, std=1.0) for _ in range(4)]
+    tables, lens = torch.arange(tokens, dtype=torch.int32).view(-1, 1), torch.randint(1, 17, (tokens,)).int()
+    hidden, angles_of = random(tokens, HIDDEN, dtype=dtype, std=1.0), [angles(tokens, dtype) for _ in range(2)]
+    for threads in (1, 2):
+        theirs, result, wanted = [part.clone() for part in cache], hidden.clone(), hidden.clone()
+        paged = [PagedCache(*(part.clone() for part in cache[at : at + 2]), 0.25) for at in (0, 2)]
+        more: dict[str, Any] = {"turns": (1, 0), "threads": threads}
+        decode_layers(layers, result, angles_of, paged, tables, lens, [block, block], **more)
+        for number, (cos, sin) in enumerate(reversed(angles_of)):
+            x = once(wanted, norms[0]) if number else cpu_rms_norm(wanted, first, EPS)
+            qkv = product_by_kernels((plain, again)[number], x).unflatten(1, (-1, SIZE))
+            if number:
+                for rows, weight in zip(qkv.split((QUERIES, KEYS, KEYS), 1), heads, strict=False):
+                    rows.copy_(once(rows, weight))
+            cpu_rotate(qkv[:, : QUERIES + KEYS], cos, sin, out=qkv[:, : QUERIES + KEYS])
+            queries, keys, values = qkv.split((QUERIES, KEYS, KEYS), dim=1)
+            pair = {"k_cache": theirs[2 * number], "v_cache": theirs[2 * number + 1], "k_new": keys, "v_new": values}
+            attention = cpu_gqa_decode(queries, block_tables=tables, seq_lens=lens, scale=0.25, **pair)
+            mixed = product_by_kernels(out, attention.flatten(1))
+            wanted += once(mixed, norms[2]) if number else mixed
+            x = once(wanted, norms[1]) if number else cpu_rms_norm(wanted, second, EPS)
+            offsets = torch.tensor((0, tokens), dtype=torch.int32)
+            rows = cpu_expert_ffn(x.float() if wide else x, [gate], [down], offsets, **form).to(dtype)
+            wanted += once(rows, norms[3]) if number else rows
+        assert torch.equal(result, wanted)
+
+
+def test_a_dense_layer_has_one_expert() -> None:
+    inputs, hidden = weights(torch.bfloat16, full=False), random(1, HIDDEN)
+    layer = layer_of(inputs, router=None)
+    cache = PagedCache(*(random(1, KEYS, 16, SIZE) for _ in range(2)), 0.25)
+    rest = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="experts: must be one, are 5"):
+        bound = BoundExperts(HIDDEN, *experts(torch.bfloat16), activation=SILU)
+        decode_layers([layer], hidden, [angles(1, torch.bfloat16)], [cache], *rest, [bound])
+    with pytest.raises(ValueError, match="turns: must be 1 places in angles, of which there are 1"):
+        decode_layers([layer], hidden, [angles(1, torch.bfloat16)], [cache], *rest, [bound], turns=[1])
 
 
 def test_experts_in_other_forms() -> None:
@@ -166,7 +266,7 @@ def test_an_expert_elsewhere_that_a_token_needs_is_named() -> None:
     [
         ({"qkv": random(64, HIDDEN)}, "qkv: must have the rows of queries, keys and values, has 64"),
         ({"o": random(HIDDEN - 1, QUERIES * SIZE)}, "o: must have as many rows as there are hidden numbers"),
-        ({"router": random(EXPERTS, HIDDEN, dtype=torch.float32)}, "router: must have the dtype of input_norm"),
+        ({"router": random(EXPERTS, HIDDEN, dtype=torch.float32)}, "router: must have the dtype of the layer"),
         ({"post_norm": random(HIDDEN + 1)}, "post_norm: size must be 96"),
         ({"q_norm": random(SIZE)}, "k_norm: must come with q_norm"),
         ({"head_dim": 7}, "head_dim: must be even, is 7"),
@@ -205,7 +305,7 @@ def test_wrong_sequences_and_caches_are_named_before_anything_is_computed() -> N
 
     def refused(message: str, *caches: PagedCache, lens: Tensor = lens, tables: Tensor = tables) -> None:
         with pytest.raises(ValueError, match=message):
-            decode_layers([layer] * len(caches), hidden, *turns, caches, tables, lens, [bound] * len(caches))
+            decode_layers([layer] * len(caches), hidden, [turns], caches, tables, lens, [bound] * len(caches))
 
     refused("cache: must have the heads of the layer", cache(), cache(heads=KEYS + 1))
     refused("cache: must have the dtype of the layer", cache(), cache(dtype=torch.float32))
@@ -213,5 +313,5 @@ def test_wrong_sequences_and_caches_are_named_before_anything_is_computed() -> N
     refused(r"block_tables: entry \[0, 0\] is 4, the cache has 4 blocks", cache(), tables=tables + 4)
     refused("seq_lens: batch must be 2", cache(), lens=lens[:1])
     with pytest.raises(ValueError, match="layers: are 1, with 0 caches and 1 groups of experts"):
-        decode_layers([layer], hidden, *turns, [], tables, lens, [bound])
+        decode_layers([layer], hidden, [turns], [], tables, lens, [bound])
     assert torch.equal(hidden, before)

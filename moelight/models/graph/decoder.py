@@ -5,9 +5,10 @@ Legend: T rows of the micro-batch, H hidden, Hq query heads, Hkv key/value heads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import TypeVar
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor
 from moelight.core.errors import ScheduleError
 from moelight.kernels import native
 from moelight.kernels.activations import Activation
+from moelight.kernels.layer import PagedCache, decode_layers
 from moelight.kernels.products import Workspace
 from moelight.models.decoder import Rows, Watch
 from moelight.models.expert import ExpertFunction, LayerExperts
-from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
+from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, LayersPassed, MixerPassed
 from moelight.models.graph.experts import forward, recognised
 from moelight.models.graph.families import ExpertForm
+from moelight.models.graph.layers import Bound, usual_layers
 from moelight.models.graph.model import GraphModel, GraphRun, binding
 from moelight.models.graph.state import State
 from moelight.models.moe import Experts as Pages
@@ -40,9 +43,11 @@ class Running:
         effect: that the run waits for and no phase has taken.
         value: that the run is resumed with; None at its start, and while ``effect`` is not taken.
         routed: the input [T, H] of the last layer's experts.
+        start: begins the run anew.
     """
 
     run: GraphRun
+    start: Callable[..., GraphRun]
     effect: Effect | None = None
     value: Tensor | None = None
     routed: Tensor | None = None
@@ -71,7 +76,6 @@ class GraphDecoder:
     """
 
     finite = None
-    whole_layers = False
 
     def __init__(self, model: ModelProfile, graph: GraphModel, paged: PagedExperts, space: Workspace) -> None:
         self.model, self.paged, self.space, self.dtype = model, paged, space, space.inputs.dtype
@@ -80,6 +84,9 @@ class GraphDecoder:
         self._states: dict[int, State] = {}  # of the running sequences, by place
         self._empty = State()
         self.predicts = graph.predicts
+        self._usual = usual_layers(graph) if model.dense else []
+        self.whole_layers = bool(self._usual)
+        self._bound: tuple[Sequence[LayerExperts], Sequence[Bound]] = (), ()
         forms = iter(graph.forms)
         self._forms: list[ExpertForm | None] = [next(forms) if moe else None for moe in graph.moe_layers]
         self._functions = [
@@ -95,7 +102,8 @@ class GraphDecoder:
         """Prepare the run without computing: it starts with the first layer."""
         lengths = [row.length for row in rows]
         states = [(self._state(row), row.count) for row in rows]
-        return Running(self._graph.start(token_ids, positions, states, lengths))
+        start = partial(self._graph.start, token_ids, positions, states, lengths)
+        return Running(start(), start)
 
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:  # noqa: ARG002
         """Up to the attention of ``layer``: q [T, Hq, D], k and v [T, Hkv, D], or of latent attention absorbed queries
@@ -138,9 +146,55 @@ class GraphDecoder:
             watch(layer, routed)
         moe_forward(routed, experts, self.space, into=hidden, wide=wide)
 
-    def decode_layers(self, *_: object) -> bool:
-        """Return False: the graph decides what a layer computes."""
-        return False
+    def decode_layers(
+        self,
+        layers: range,
+        hidden: Tensor,
+        caches: Sequence[PagedCache],
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        experts: Sequence[LayerExperts],
+        running: Running,
+    ) -> bool:
+        bound = self._bind(experts) if len(layers) == len(self._usual) else ()
+        if not bound:
+            return False
+        running.run = running.start(together=True)
+        effect: object = running.next()
+        if not isinstance(effect, LayersPassed) or effect.hidden is None:
+            running.run.close()
+            running.run, running.effect = running.start(), None
+            return False
+        hidden.copy_(effect.hidden[0])
+        angles = {id(cos): (cos, sin) for cos, sin in effect.angles}
+        decode_layers(
+            [layer for layer, _ in bound],
+            hidden,
+            [(cos[0], sin[0]) for cos, sin in angles.values()],
+            caches,
+            block_tables,
+            seq_lens,
+            [block for _, block in bound],
+            turns=[list(angles).index(id(cos)) for cos, _ in effect.angles],
+        )
+        running.effect, running.value = None, hidden
+        return True
+
+    def _bind(self, experts: Sequence[LayerExperts]) -> Sequence[Bound]:
+        """All layers with the matrices of ``experts``, bound once for the same pages; none if some are elsewhere, or
+        have no such call."""
+        pages, bound = self._bound
+        if len(pages) == len(experts) and all(map(is_, pages, experts)):
+            return bound
+        layers: list[Bound] = []
+        installs = [page.install for page in experts if page.install is not None]
+        if len(installs) == len(experts):
+            for install in installs:
+                install()
+            calls = [layer.bound(self.dtype) for layer in self._usual]
+            layers = [call for call in calls if call is not None]
+        self._bound = experts, layers if len(layers) == len(experts) else ()
+        return self._bound[1]
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:
         self._attended(layer, attention, running)

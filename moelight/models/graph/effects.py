@@ -8,7 +8,7 @@ they are views that the graph does not write again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -92,10 +92,28 @@ class Experts:
 
 
 @dataclass(slots=True)
+class LayersPassed:
+    """All layers, in one call; resume with the hidden states [T, H] that the last of them gives. Only in a run whose
+    layers are passed by.
+
+    Attributes:
+        count: of layers.
+        hidden: [1, T, H], before the first of them.
+        angles: cosines and sines [1, T, D] of each layer so far.
+        parts: the layers so far.
+    """
+
+    count: int
+    hidden: Tensor | None = None
+    angles: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    parts: list[object] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Ended:
     """The end of a run: ``hidden`` [T, H] after the final norm."""
 
     hidden: Tensor
 
 
-Effect = Attend | Latents | MixerPassed | Experts | Ended
+Effect = Attend | Latents | MixerPassed | Experts | Ended  # of a run whose layers are computed one by one

@@ -15,6 +15,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise, permutations
 from types import FunctionType, MethodType
@@ -104,8 +105,23 @@ def _has_other_weights(part: nn.Module) -> bool:
     return any(tensor is not None for child in others for tensor in (*child.parameters(), *child.buffers()))
 
 
-def twice_rounded_norms(module: nn.Module) -> dict[Any, float]:
-    """The root-mean-square norms within ``module`` that `cpu_rms_norm` computes, and what each adds under its root."""
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """A root-mean-square norm: ``eps`` under its root, ``shift`` of its weight, and whether it is computed in float32
+    and rounded ``once``, or as `cpu_rms_norm` rounds."""
+
+    eps: float
+    shift: float = 0.0
+    once: bool = False
+
+    def weight(self, part: Any) -> Tensor:
+        """The factors of the norm ``part``, float32 where it is rounded once."""
+        weight = part._parameters["weight"]
+        return weight.float() + self.shift if self.once else weight
+
+
+def norms_of(module: nn.Module) -> dict[Any, NormForm]:
+    """The root-mean-square norms within ``module``."""
     makers: dict[Any, Callable[[Any], Any] | None] = {}
     norms = {}
     for part in module.modules():
@@ -113,8 +129,9 @@ def twice_rounded_norms(module: nn.Module) -> dict[Any, float]:
             continue
         if key not in makers:
             makers[key] = _made_of(part)
-        if isinstance(made := makers[key], partial) and made.func is _norm_twice:
-            norms[part] = made.keywords["eps"]
+        made = makers[key]
+        if isinstance(made, partial) and made.func in (_norm_twice, _norm_once):
+            norms[part] = NormForm(**made.keywords, once=made.func is _norm_once)
     return norms
 
 
@@ -291,40 +308,52 @@ def _feed_forward_of(part: Any) -> Maker | None:
                 and output.shape == x.shape
                 and torch.allclose(output, expected, rtol=1e-4, atol=1e-5)
             ):
-                return partial(_feed_forward, names=names, activation=activation)
+                return partial(FeedForward, names=names, activation=activation)
     return None
 
 
-def product_of(weight: Tensor) -> nn.Linear:
-    """A linear layer of ``weight`` [out, in], without a bias."""
+def product_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A linear layer of ``weight`` [out, in] and ``bias`` [out]."""
     outputs, inputs = weight.shape
-    made = nn.Linear(inputs, outputs, bias=False, device="meta")
+    made = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
     return made
 
 
-def _feed_forward(part: Any, names: tuple[str, ...], activation: str) -> Forward:
-    """``names``: of gate, up and down, or of both and down."""
-    original, products = part.forward, [part._modules[name] for name in names]
+class FeedForward:
+    """The forward of a gated feed-forward layer without biases."""
 
-    def forward(x: Tensor) -> Tensor:
-        *inward, down = [product._parameters["weight"] for product in products]
+    def __init__(self, part: Any, names: tuple[str, ...], activation: str) -> None:
+        """``names``: of gate, up and down, or of both and down."""
+        self._original, self._products = part.forward, [part._modules[name] for name in names]
+        self.activation = activation
+
+    @property
+    def weights(self) -> tuple[list[Tensor], Tensor]:
+        """Those of gate and up, or one of both, and that of down."""
+        *inward, down = [product._parameters["weight"] for product in self._products]
+        return inward, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H]."""
+        inward, down = self.weights
         if not native.on_cpu(x) or not native.available() or down.dtype != x.dtype:
-            return original(x)
-        if all(isinstance(weight, StoredWeight) for weight in (*inward, down)):
-            result = feed_forward_stored(_rows(x), inward, down, activation=activation)
-            return original(x) if result is None else result.view(x.shape)
+            return self._original(x)
+        stored = [weight for weight in (*inward, down) if isinstance(weight, StoredWeight)]
+        if len(stored) > len(inward):
+            result = feed_forward_stored(_rows(x), stored[:-1], stored[-1], activation=self.activation)
+            return self._original(x) if result is None else result.view(x.shape)
         gate_up = inward[0] if len(inward) == 1 else as_one_matrix(*inward)
         if not isinstance(gate_up, Tensor) or isinstance(down, StoredWeight):
-            return original(x)
+            return self._original(x)
         rows = _rows(x)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         for start, count in parts(0, len(rows)):
             some, offsets = slice(start, start + count), torch.tensor((0, count), dtype=torch.int32)
-            cpu_expert_ffn(rows[some], (gate_up,), (down,), offsets, activation=activation, out=out[some])
+            cpu_expert_ffn(rows[some], (gate_up,), (down,), offsets, activation=self.activation, out=out[some])
         return out.view(x.shape)
-
-    return forward
 
 
 def as_one_matrix(*matrices: Tensor) -> Joined | None:

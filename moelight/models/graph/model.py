@@ -29,7 +29,7 @@ from moelight.kernels import native
 from moelight.kernels.arguments import one_thread_for_torch
 from moelight.kernels.stored_weight import StoredWeight
 from moelight.models.graph.delta import DeltaModule, delta_module
-from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, MixerPassed
+from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, LayersPassed, MixerPassed
 from moelight.models.graph.families import (
     ATTENTION,
     ENCODERS,
@@ -131,12 +131,15 @@ class GraphModel:
         positions: Tensor,
         sequences: Sequence[tuple[State, int]],
         lengths: Sequence[int] | None = None,
+        *,
+        together: bool = False,
     ) -> GraphRun:
         """A run over ``token_ids`` int64 [T] at ``positions`` int64 [T]: consecutive rows of ``sequences``, each its
         state and its number of rows. ``lengths``: of each sequence, with what other runs compute of its prompt; None:
-        as far as the rows go."""
-        alone = self._small(token_ids.numel())
-        return GraphRun(self._body, token_ids, positions, sequences, lengths, by_pages=bool(self.pages), alone=alone)
+        as far as the rows go. ``together``: usual layers are passed by, for one call to compute them."""
+        how = {"by_pages": bool(self.pages), "alone": self._small(token_ids.numel())}
+        layers = LayersPassed(len(self.mixers)) if together else None
+        return GraphRun(self._body, token_ids, positions, sequences, lengths, **how, layers=layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The family's own head on ``hidden`` [S, H] after the final norm -> float32 [S, V]."""
@@ -329,6 +332,7 @@ class GraphRun:
         kinds: of the mixers passed so far.
         module: that issued the last effect.
         by_pages: mixers with a state of their own suspend it too.
+        layers: the effect of the layers that are passed by, which the last of them issues; None: each is computed.
     """
 
     def __init__(
@@ -341,9 +345,10 @@ class GraphRun:
         *,
         by_pages: bool = False,
         alone: bool = False,
+        layers: LayersPassed | None = None,
     ) -> None:
         """``lengths`` as of `GraphModel.start`; ``alone``: torch's operations are too small for several threads."""
-        self.sequences, self.by_pages = sequences, by_pages
+        self.sequences, self.by_pages, self.layers = sequences, by_pages, layers
         self._threads = one_thread_for_torch if alone else nullcontext
         self.kinds: list[MixerKind] = []
         self.experts = 0
@@ -394,7 +399,7 @@ class GraphRun:
         if self._greenlet is not None and not self._greenlet.dead:
             self._greenlet.throw()
 
-    def suspend(self, module: Any, effect: Effect) -> Any:
+    def suspend(self, module: Any, effect: Effect | LayersPassed) -> Any:
         """Called within the run: hand ``effect`` of ``module`` out, return the value that the run is resumed with."""
         self.module = module
         return self._greenlet.parent.switch(effect)

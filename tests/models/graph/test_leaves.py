@@ -137,7 +137,7 @@ def kind(module: nn.Module) -> str | None:
     """Which of the forwards of `leaves` it has; None: its own."""
     use_leaf_kernels(module)
     forward = vars(module).get("forward")
-    return None if forward is None else forward.__qualname__.partition(".")[0]
+    return None if forward is None else getattr(forward, "__qualname__", type(forward).__name__).partition(".")[0]
 
 
 MODULES = {
@@ -146,9 +146,9 @@ MODULES = {
     "norm": (Norm, "_norm_twice"),
     "norm rounded once": (lambda: Norm(once=True, eps=1e-5), "_norm_once"),
     "norm of 1 + w": (lambda: Norm(shift=1.0, once=True), "_norm_once"),
-    "gated": (Gated, "_feed_forward"),
-    "gated by GELU": (lambda: Gated(nn.GELU(approximate="tanh")), "_feed_forward"),
-    "joined": (Joined, "_feed_forward"),
+    "gated": (Gated, "FeedForward"),
+    "gated by GELU": (lambda: Gated(nn.GELU(approximate="tanh")), "FeedForward"),
+    "joined": (Joined, "FeedForward"),
     "biased": (lambda: Gated(bias=True), None),
     "gated by ReLU": (lambda: Gated(functional.relu), None),
     "norm of 1 + w rounded twice": (lambda: Norm(shift=1.0), None),

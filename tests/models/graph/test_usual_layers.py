@@ -34,7 +34,7 @@ def module_of(model_type: str, dtype: torch.dtype = torch.float32, **changes: An
 
 def usual(model: GraphModel) -> list[bool]:
     """Of each layer, whether it was recognised."""
-    return [isinstance(vars(layer).get("forward"), layers._UsualLayer) for layer in model.module.model.layers]
+    return [isinstance(vars(layer).get("forward"), layers.UsualLayer) for layer in model.module.model.layers]
 
 
 def hidden_of(model: GraphModel, ids: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def test_layers_of_the_usual_form_call_none_of_their_linear_layers() -> None:
         ("olmoe", {"clip_qkv": 1.0}, [False] * 4),
         ("granitemoe", {"residual_multiplier": 0.25}, [False] * 4),
         ("granitemoe", {"residual_multiplier": 1.0}, [True] * 4),
-        ("qwen3_moe", {"attention_bias": True}, [False] * 4),
+        ("qwen3_moe", {"attention_bias": True}, [True] * 4),  # but leaves compute it
         ("glm4_moe", {"partial_rotary_factor": 0.5, "attention_bias": False}, [True] * 4),  # but not by its angles
     ],
     ids=["clips", "scales sums", "does not scale", "biases", "turns a half"],
