@@ -267,6 +267,11 @@ Format format_of(const char* name, const Entry& first, int64_t rows, int64_t dep
   return format;
 }
 
+bool stored_alike(const Entry& one, const Format& of_one, const Entry& two, const Format& of_two) {
+  if (of_one.type != of_two.type || of_one.transposed != of_two.transposed) return false;
+  return one.quantized == nullptr || alike(*one.quantized, *two.quantized);
+}
+
 // The parts of one weight of 2 half_rows rows, of which the second begins `half_rows` rows after the first.
 std::vector<Weight> second_half(const std::vector<Weight>& weights, const Format& format, int64_t half_rows) {
   std::vector<Weight> second = weights;
@@ -328,12 +333,13 @@ class CheckedExperts : public BoundExperts {
       args.up_format.rows = inner;
       ups_ = second_half(firsts_, args.up_format, inner);
     } else if (apart) {
-      const DType bias_type = args.up_format.bias_type;
+      const Format gate = args.up_format;
+      args.up_format = format_of("up", up_entries_[at], inner, hidden);
+      args.up_format.integers = rounds_tokens("up", activations.first, args.up_format.type);
       ups_ = experts_.check(up_lists, up_entries_, args.up_format);
-      if (first.quantized != nullptr && !alike(*first.quantized, *up_entries_[at].quantized))
-        refuse("up", "its matrices must have the format of gate_up");
-      if (gate_up_bias.is_none() != up_bias.is_none() || args.up_format.bias_type != bias_type)
+      if (gate_up_bias.is_none() != up_bias.is_none() || args.up_format.bias_type != gate.bias_type)
         refuse("up_bias", "must be given as gate_up_bias is, with its dtype");
+      if (!stored_alike(first, gate, up_entries_[at], args.up_format)) args.gate_format = gate;
     }
     args.gate = args.pairing == Pairing::kApart ? firsts_.data() : nullptr;
     args.up = args.pairing == Pairing::kApart ? ups_.data() : firsts_.data();
@@ -380,14 +386,15 @@ int64_t linear_workspace(int x, int weight, bool integers, int64_t tokens, int64
   return moelight::linear_workspace(static_cast<DType>(x), format, tokens, checked_threads(threads));
 }
 
-int64_t expert_ffn_workspace(int x, int weight, bool integers, bool transposed, int64_t tokens, int64_t hidden,
-                             int64_t intermediate, int64_t experts, int64_t threads) {
+int64_t expert_ffn_workspace(int x, int weight, bool integers, bool transposed, bool twice, int64_t tokens,
+                             int64_t hidden, int64_t intermediate, int64_t experts, int64_t threads) {
   const auto type = static_cast<WeightType>(weight);
   Format up = make_format("gate_up", type, 2 * intermediate, hidden);
   Format down = make_format("down", type, hidden, intermediate);
   up.transposed = down.transposed = transposed;
   up.integers = down.integers = integers;
-  return moelight::expert_ffn_workspace(static_cast<DType>(x), up, down, tokens, experts, checked_threads(threads));
+  return moelight::expert_ffn_workspace(static_cast<DType>(x), up, down, twice, tokens, experts,
+                                        checked_threads(threads));
 }
 
 nb::list stream_forms() {
@@ -440,8 +447,8 @@ void add_ffn(nb::module_& module) {
              "pairing"_a, "gate_up_bias"_a.none(), "up_bias"_a.none(), "down_bias"_a.none(), "activations"_a);
   module.def("linear_workspace", linear_workspace, "x"_a, "weight"_a, "integers"_a, "tokens"_a, "outputs"_a, "inputs"_a,
              "threads"_a);
-  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "integers"_a, "transposed"_a, "tokens"_a,
-             "hidden"_a, "intermediate"_a, "experts"_a, "threads"_a);
+  module.def("expert_ffn_workspace", expert_ffn_workspace, "x"_a, "weight"_a, "integers"_a, "transposed"_a, "twice"_a,
+             "tokens"_a, "hidden"_a, "intermediate"_a, "experts"_a, "threads"_a);
   module.def("ffn_workspace_kept", moelight::ffn_workspace_kept);
   module.def("linear", linear, "x"_a, "weight"_a, "bias"_a.none(), "activations"_a, "out"_a, "threads"_a);
   module.def("expert_ffn", expert_ffn, "x"_a, "gate_up"_a, "up"_a.none(), "down"_a, "offsets"_a, "activation"_a,

@@ -11,11 +11,11 @@
 namespace moelight {
 namespace {
 
-constexpr int64_t kStoredTokens = 2, kStoredAhead = 8 << 10;
+constexpr int64_t kStoredAhead = 8 << 10;
+// The most tokens that meet rows as they are stored: points take longer to look up than to multiply.
+template <class Format>
+constexpr int kStoredTokens = kHasPoints<Format> ? 4 : 2;
 
-inline float scale_from(const uint8_t* half) {
-  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(number_at<uint16_t>(half))));
-}
 inline int32_t across(__m128i four) {
   four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
@@ -36,7 +36,7 @@ struct BlockSteps {
   const uint8_t* block;
   __m256i words;
   __m128i lows;
-  float scale = scale_from(block), least = scale_from(block + 2);
+  float scale = fast_half_at(block), least = fast_half_at(block + 2);
 
   explicit BlockSteps(const uint8_t* block) : block(block) {
     // By words: the bits of lower parts, and the upper bits of the others.
@@ -56,13 +56,14 @@ struct BlockSteps {
   }
 };
 
-// Of Q6_K: sixteen steps.
-template <>
-struct BlockSteps<formats::Q6K> {
+// Of Q6_K and of points: sixteen steps.
+template <class Format>
+  requires(!Format::kLeast)
+struct BlockSteps<Format> {
   const uint8_t* block;
   __m256i first, second;  // eight of them, twice
-  __m256i words = _mm256_cvtepi8_epi16(half_bytes_at(block + 192));
-  float scale = scale_from(block + 208);
+  __m256i words = _mm256_cvtepi8_epi16(part_steps(Format(), block));
+  float scale = scale_of_parts(Format(), block);
 
   explicit BlockSteps(const uint8_t* block) : block(block) {
     first = _mm256_permute4x64_epi64(words, 0x44), second = _mm256_permute4x64_epi64(words, 0xee);
@@ -70,10 +71,28 @@ struct BlockSteps<formats::Q6K> {
   __m256i of(int i) const { return spread_words(i < 4 ? first : second, 2 * i % 8, 2 * i % 8 + 1); }
   // What codes are too large by: 32 times the steps times the parts' sums, which are given as -32 times those.
   __m256i start(const char* sums) const {
+    if constexpr (kHasPoints<Format>) return _mm256_setzero_si256();
     const auto* const from = reinterpret_cast<const uint8_t*>(sums);
     const __m256i low = _mm256_srai_epi32(bytes_at(from), 5), high = _mm256_srai_epi32(bytes_at(from + 32), 5);
     const __m256i minus = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
     return _mm256_slli_epi32(_mm256_madd_epi16(words, minus), 5);
+  }
+};
+
+// Thirty-two codes of a block as they are, and as magnitudes whose signs the token takes.
+template <class Format>
+struct BlockCodes {
+  __m256i codes;
+  BlockCodes(const uint8_t* block, int64_t k) : codes(panel_codes<Format>(block, k)) {}
+  __m256i times(__m256i x) const { return _mm256_maddubs_epi16(codes, x); }
+};
+template <class Format>
+  requires kHasPoints<Format>
+struct BlockCodes<Format> {
+  SignedPoints points;
+  BlockCodes(const uint8_t* block, int64_t k) : points(points_of(Format(), block, k)) {}
+  __m256i times(__m256i x) const {
+    return _mm256_maddubs_epi16(points.magnitudes, _mm256_sign_epi8(x, points.signs));
   }
 };
 
@@ -151,12 +170,11 @@ struct StoredRow {
       for (int t = 0; t < kTokens; ++t) lanes[t] = steps.start(part_sums(t, k));
 #pragma GCC unroll 8
       for (int i = 0; i < 8; ++i) {
-        const __m256i some = panel_codes<Format>(steps.block, 32 * i), step = steps.of(i);
+        const BlockCodes<Format> codes(steps.block, 32 * i);
+        const __m256i step = steps.of(i);
 #pragma GCC unroll 4
-        for (int t = 0; t < kTokens; ++t) {
-          const __m256i pairs = _mm256_maddubs_epi16(some, values(t, k + 32 * i));
-          lanes[t] = _mm256_add_epi32(lanes[t], _mm256_madd_epi16(pairs, step));
-        }
+        for (int t = 0; t < kTokens; ++t)
+          lanes[t] = _mm256_add_epi32(lanes[t], _mm256_madd_epi16(codes.times(values(t, k + 32 * i)), step));
       }
 #pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) {
@@ -172,7 +190,7 @@ struct StoredRow {
   }
 };
 
-template <class Format, int kTokens = kStoredTokens>
+template <class Format, int kTokens = kStoredTokens<Format>>
 void multiply_stored(const Product& p, const IntegerForm& form, const IntegerTokens& layout, float* sums) {
   if (p.tokens < kTokens) {
     if constexpr (kTokens > 1) multiply_stored<Format, kTokens - 1>(p, form, layout, sums);
@@ -333,7 +351,7 @@ inline bool stored_products(const Product& p, const IntegerForm& form, const Int
       return true;
     } else if constexpr (kHasIntegers<Format> && kHasCodes<Format>) {
       // Codes of eight bits are multiplied as signed ones.
-      if (p.tokens > kStoredTokens || (form.zero < 0 && StoredRow<Format, 1>::kBytes)) return false;
+      if (p.tokens > kStoredTokens<Format> || (form.zero < 0 && StoredRow<Format, 1>::kBytes)) return false;
       multiply_stored<Format>(p, form, layout, sums);
       return true;
     }

@@ -233,9 +233,13 @@ constexpr int64_t run_of(int max_code) {
 template <class L, class F>
 void with_shape(const IntegerForm& form, F&& body) {
   constexpr int64_t kFour = L::kWords ? run_of(15) : 0, kFive = L::kWords ? run_of(31) : 0,
-                    kSix = L::kWords ? run_of(63) : 0;
+                    kSix = L::kWords ? run_of(63) : 0, kSeven = L::kWords ? run_of(127) : 0;
   if (form.least)
     return form.parted() ? body(IntegerShape<256, 32, true, kFive>()) : body(IntegerShape<32, 0, true, kFive>());
+  if constexpr (L::kWords) {
+    if (form.parted() && form.max_code <= 31) return body(IntegerShape<256, 16, false, kFive>());
+    if (form.parted() && form.max_code > 63) return body(IntegerShape<256, 16, false, kSeven>());
+  }
   if (form.parted()) return body(IntegerShape<256, 16, false, kSix>());
   if constexpr (L::kWords) {
     if (form.max_code <= 15)

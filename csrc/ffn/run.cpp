@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "ffn.h"
 #include "moelight/cpu.h"
 #include "moelight/workspace.h"
+#include "quantized/integers.h"
 #include "streams.h"
 #include "work.h"
 
@@ -133,6 +135,17 @@ struct Projection {
     if (like != nullptr) unpacking = kernel.unpacking(*like);
   }
 
+  // Whether prepared tokens are the same for both.
+  bool prepares_like(const Projection& other) const {
+    const Kernel &one = kernel, &two = other.kernel;
+    if (one.prepare != two.prepare || one.quantise != two.quantise || one.in_place != two.in_place) return false;
+    return one.quantise == nullptr || integer_form(*like) == integer_form(*other.like);
+  }
+  // Takes the tokens of another, which prepares them.
+  void share_input(const Projection& other) {
+    in_place = other.in_place, source = other.source, prepared = other.prepared;
+  }
+
   // Where the tokens come from, at most `max_tokens` of a piece, and where `buffer_bytes` for the prepared ones are.
   void bind_input(const Span& from, int64_t max_tokens, char* buffer) {
     in_place = runs_in_place() && (max_tokens < kMinSpread || !conflicts() || !conflicting(from.stride));
@@ -141,6 +154,7 @@ struct Projection {
   }
 
   void prepare(int64_t from, int64_t to, int64_t count) const {
+    if (in_place) return;
     if (kernel.quantise != nullptr)
       return kernel.quantise(*like, source.row(from), source.stride, count, prepared.row(to), prepared.stride);
     if (runs_in_place()) {
@@ -225,7 +239,7 @@ struct Projection {
 // `prepared_row` prepared tokens.
 struct Piece {
   const Weight *gate, *up, *down;  // no gate unless it is apart
-  int64_t first, tokens, prepared_up, prepared_down;
+  int64_t first, tokens, prepared_gate, prepared_up, prepared_down;
 };
 
 // What one thread multiplies with.
@@ -242,13 +256,22 @@ struct Worker {
   static int64_t bytes(int64_t scratch) { return kSumsBytes + Workspace::aligned(scratch); }
 };
 
-// One group of tokens on its way through one product or two. A linear layer is a group without an up projection.
+// The products that lead to what is between. A linear layer has none. `gate`: that of gates, where these are stored
+// otherwise; `twice`: which meet tokens that are prepared for them.
+struct Inward {
+  const Projection *up, *gate;
+  bool twice;
+};
+
+// One group of tokens on its way through one product or two.
 class Group {
  public:
-  Group(const std::vector<Piece>& pieces, const Projection* up, const Projection& down, const Activation& activation,
+  Group(const std::vector<Piece>& pieces, const Inward& inward, const Projection& down, const Activation& activation,
         Pairing pairing, const Span& inner, const Span& out, char* workers, int64_t worker_bytes)
       : pieces_(pieces),
-        up_(up),
+        up_(inward.up),
+        gate_(inward.gate == nullptr ? inward.up : inward.gate),
+        twice_(inward.twice),
         down_(down),
         activation_(activation),
         pairing_(pairing),
@@ -261,10 +284,10 @@ class Group {
     Work work(static_cast<int64_t>(pieces_.size()));
     const int64_t useful = small() ? 1 : threads;
     if (up_ != nullptr) {
-      add_preparation(work, *up_, kPrepareX);
+      add_preparation(work, up_->in_place && (!twice_ || gate_->in_place), kPrepareX);
       add_products(work, *up_, down_.format.depth, pairing_ == Pairing::kUngated ? 1 : 2, kUp, useful);
     }
-    add_preparation(work, down_, kPrepareInner);
+    add_preparation(work, down_.in_place, kPrepareInner);
     add_products(work, down_, down_.format.rows, 1, kDown, useful);
     work.run(static_cast<int>(useful), [this](const Unit& unit, const Unit* next, int thread) {
       char* const memory = workers_ + thread * worker_bytes_;
@@ -272,6 +295,7 @@ class Group {
       const Piece& piece = pieces_[static_cast<size_t>(unit.piece)];
       switch (unit.stage) {
         case kPrepareX:
+          if (twice_) gate_->prepare(piece.first + unit.token, piece.prepared_gate + unit.token, unit.tokens);
           return up_->prepare(piece.first + unit.token, piece.prepared_up + unit.token, unit.tokens);
         case kUp:
           return activate(unit, piece, next, worker);
@@ -293,8 +317,8 @@ class Group {
     return up_ == nullptr && bytes <= kSmallBytes && products <= kSmallProducts;
   }
 
-  void add_preparation(Work& work, const Projection& projection, Stage stage) const {
-    if (projection.in_place) return;
+  void add_preparation(Work& work, bool in_place, Stage stage) const {
+    if (in_place) return;
     for (size_t p = 0; p < pieces_.size(); ++p)
       for (int64_t t = 0; t < pieces_[p].tokens; t += kPreparedTokens)
         work.add({stage, static_cast<int32_t>(p), 0, 0, t, std::min(kPreparedTokens, pieces_[p].tokens - t)});
@@ -332,15 +356,14 @@ class Group {
   }
   Span up_rows(const Piece& piece, int64_t row) const {
     if (pairing_ == Pairing::kInterleaved) return up_->rows_of(*piece.up, 2 * row);
-    return up_->rows_of(piece.gate == nullptr ? *piece.up : *piece.gate, row);
+    return piece.gate == nullptr ? up_->rows_of(*piece.up, row) : gate_->rows_of(*piece.gate, row);
   }
 
   // activation(x gate^T + bias, x up^T + bias), rounded to the type of x.
   void activate(const Unit& unit, const Piece& piece, const Unit* next, const Worker& worker) const {
     const int64_t bytes = dtype_bytes(up_->type), count = blocks(unit.tokens), end = unit.row + unit.rows;
-    const bool halves =
-        pairing_ == Pairing::kInterleaved || (pairing_ == Pairing::kApart && !up_->multiplies_transposed());
-    const int64_t block = halves ? kUpColumn : kUnitRows, step = block * up_->wide(unit.tokens);
+    const bool halves = pairing_ == Pairing::kInterleaved || (pairing_ == Pairing::kApart && !in_lines());
+    const int64_t block = halves ? kUpColumn : kUnitRows, step = block * wide(unit.tokens);
     for (int64_t row = unit.row; row < end; row += step) {
       const int64_t rows = std::min(step, end - row);
       const Span after = row + rows < end ? up_rows(piece, row + rows) : first_rows(next);
@@ -360,29 +383,30 @@ class Group {
     }
   }
 
+  // Gates and ups by lines of transposed weights: more rows at once than where they are stored in two formats.
+  bool in_lines() const { return gate_ == up_ && up_->multiplies_transposed(); }
+  int64_t wide(int64_t tokens) const { return gate_ == up_ ? up_->wide(tokens) : 1; }
   // From the sums of gates to those of ups: beside them in one block, or after all blocks.
-  int64_t to_ups(int64_t tokens) const {
-    return up_->multiplies_transposed() ? up_->wide(tokens) * tokens * kUnitRows : kUpColumn;
-  }
+  int64_t to_ups(int64_t tokens) const { return in_lines() ? wide(tokens) * tokens * kUnitRows : kUpColumn; }
 
   // The sums of `rows` gates and ups.
   void multiply_up(const Piece& piece, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& after,
                    const Worker& worker) const {
     const int64_t prepared_row = piece.prepared_up + token;
-    worker.clear(tokens, up_->wide(tokens) * (pairing_ == Pairing::kApart && up_->multiplies_transposed() ? 2 : 1));
+    worker.clear(tokens, wide(tokens) * (pairing_ == Pairing::kApart && in_lines() ? 2 : 1));
     if (pairing_ == Pairing::kInterleaved)
       return up_->multiply(*piece.up, 2 * row, 2 * rows, prepared_row, tokens, after, worker.scratch, worker.sums);
     if (pairing_ == Pairing::kUngated)
       return up_->multiply(*piece.up, row, rows, prepared_row, tokens, after, worker.scratch, worker.sums);
     const Span up_first = up_->rows_of(*piece.up, row);
-    up_->multiply(*piece.gate, row, rows, prepared_row, tokens, up_first, worker.scratch, worker.sums);
+    gate_->multiply(*piece.gate, row, rows, piece.prepared_gate + token, tokens, up_first, worker.scratch, worker.sums);
     up_->multiply(*piece.up, row, rows, prepared_row, tokens, after, worker.scratch, worker.sums + to_ups(tokens));
   }
 
   void read_up_bias(const Piece& piece, int64_t row, int64_t rows, float* bias, float* up_bias) const {
     if (pairing_ == Pairing::kInterleaved) return up_->read_bias(*piece.up, 2 * row, 2 * rows, bias);
     if (pairing_ == Pairing::kUngated) return up_->read_bias(*piece.up, row, rows, bias);
-    up_->read_bias(*piece.gate, row, rows, bias);
+    gate_->read_bias(*piece.gate, row, rows, bias);
     up_->read_bias(*piece.up, row, rows, up_bias);
   }
 
@@ -417,7 +441,8 @@ class Group {
   }
 
   const std::vector<Piece>& pieces_;
-  const Projection* up_;
+  const Projection *up_, *gate_;
+  bool twice_;
   const Projection& down_;
   Activation activation_;
   Pairing pairing_;
@@ -432,10 +457,11 @@ int64_t group_tokens(const Projection& down) {
 
 // From row `first` of x on, whole experts as long as the group has room, of a large one what fits; returns their
 // rows.
-int64_t next_group(const ExpertArgs& args, const Projection& up, const Projection& down, int64_t first, int64_t& expert,
+int64_t next_group(const ExpertArgs& args, const Inward& inward, const Projection& down, int64_t first, int64_t& expert,
                    std::vector<Piece>& pieces) {
   const int64_t max_rows = group_tokens(down);
-  int64_t rows = 0, prepared_up = 0, prepared_down = 0;
+  const Projection &up = *inward.up, &gate = inward.twice ? *inward.gate : up;
+  int64_t rows = 0, prepared_gate = 0, prepared_up = 0, prepared_down = 0;
   pieces.clear();
   while (expert < args.experts && rows < max_rows) {
     const int64_t left = args.offsets[expert + 1] - (first + rows);
@@ -443,8 +469,10 @@ int64_t next_group(const ExpertArgs& args, const Projection& up, const Projectio
     const int64_t some = std::min(left, max_rows);
     if (some > 0)
       pieces.push_back({args.gate == nullptr ? nullptr : args.gate + expert, args.up + expert, args.down + expert, rows,
-                        some, up.runs_in_place() ? rows : prepared_up, down.runs_in_place() ? rows : prepared_down});
+                        some, gate.runs_in_place() ? rows : prepared_gate, up.runs_in_place() ? rows : prepared_up,
+                        down.runs_in_place() ? rows : prepared_down});
     rows += some;
+    prepared_gate += rounded_up(some, gate.kernel.token_step);
     prepared_up += rounded_up(some, up.kernel.token_step), prepared_down += rounded_up(some, down.kernel.token_step);
     if (some == left) ++expert;
   }
@@ -470,15 +498,18 @@ int64_t largest(const std::vector<Piece>& pieces) {
 
 // What a call works in, one after the other.
 struct Buffers {
-  int64_t x, inner, prepared, worker;
-  int64_t total(int threads) const { return x + inner + prepared + threads * worker; }
+  int64_t gate, x, inner, prepared, worker;
+  int64_t total(int threads) const { return gate + x + inner + prepared + threads * worker; }
 };
 
-Buffers buffers_of(const Projection* up, const Projection& down, int64_t tokens, int64_t experts) {
+Buffers buffers_of(const Inward& inward, const Projection& down, int64_t tokens, int64_t experts) {
+  const Projection *const up = inward.up, *const gate = inward.gate;
   const int64_t max_tokens = std::min(tokens, up == nullptr ? kGroupTokens : group_tokens(down)),
                 pieces = std::min(max_tokens, experts);
-  const int64_t scratch = std::max(down.scratch_bytes(), up == nullptr ? 0 : up->scratch_bytes());
-  return {.x = up == nullptr ? 0 : up->buffer_bytes(max_tokens, pieces),
+  const int64_t scratch = std::max({down.scratch_bytes(), up == nullptr ? 0 : up->scratch_bytes(),
+                                    gate == nullptr ? 0 : gate->scratch_bytes()});
+  return {.gate = inward.twice ? gate->buffer_bytes(max_tokens, pieces) : 0,
+          .x = up == nullptr ? 0 : up->buffer_bytes(max_tokens, pieces),
           .inner = up == nullptr ? 0 : Workspace::aligned(max_tokens * inner_bytes(down)),
           .prepared = up != nullptr && down.runs_in_place() ? 0 : down.buffer_bytes(max_tokens, pieces),
           .worker = Worker::bytes(scratch)};
@@ -491,15 +522,16 @@ void linear(const LinearArgs& args) {
   const int64_t bytes = dtype_bytes(tokens.type);
   Projection projection(tokens.type, args.format);
   projection.choose(args.weight);
-  const Buffers buffers = buffers_of(nullptr, projection, tokens.count, 1);
+  const Inward none = {nullptr, nullptr, false};
+  const Buffers buffers = buffers_of(none, projection, tokens.count, 1);
   char* const memory = workspace().bytes(buffers.total(args.threads));
   const Span x = {const_cast<char*>(static_cast<const char*>(tokens.x)), tokens.x_stride * bytes};
   const Span out = {static_cast<char*>(tokens.out), tokens.out_stride * bytes};
   for (int64_t first = 0; first < tokens.count; first += kGroupTokens) {
     projection.bind_input({x.row(first), x.stride}, std::min(kGroupTokens, tokens.count - first), memory);
     const std::vector<Piece> pieces = {
-        {nullptr, nullptr, &args.weight, 0, std::min(kGroupTokens, tokens.count - first), 0, 0}};
-    Group(pieces, nullptr, projection, {}, Pairing::kApart, {}, {out.row(first), out.stride}, memory + buffers.prepared,
+        {nullptr, nullptr, &args.weight, 0, std::min(kGroupTokens, tokens.count - first), 0, 0, 0}};
+    Group(pieces, none, projection, {}, Pairing::kApart, {}, {out.row(first), out.stride}, memory + buffers.prepared,
           buffers.worker)
         .run(args.threads);
   }
@@ -509,33 +541,44 @@ void expert_ffn(const ExpertArgs& args) {
   const Tokens& tokens = args.tokens;
   const int64_t bytes = dtype_bytes(tokens.type);
   Projection up(tokens.type, args.up_format), down(tokens.type, args.down_format);
-  for (int64_t e = args.experts; e-- > 0;)
-    if (args.offsets[e + 1] > args.offsets[e]) up.choose(args.up[e]), down.choose(args.down[e]);
-  const Buffers buffers = buffers_of(&up, down, tokens.count, args.experts);
+  Projection gate(tokens.type, args.gate_format.value_or(args.up_format));
+  for (int64_t e = args.experts; e-- > 0;) {
+    if (args.offsets[e + 1] == args.offsets[e]) continue;
+    up.choose(args.up[e]), down.choose(args.down[e]);
+    if (args.gate_format) gate.choose(args.gate[e]);
+  }
+  const Inward inward = {&up, args.gate_format ? &gate : nullptr, args.gate_format && !gate.prepares_like(up)};
+  const Buffers buffers = buffers_of(inward, down, tokens.count, args.experts);
   char* const memory = workspace().bytes(buffers.total(args.threads));
-  const Span inner = {memory + buffers.x, inner_bytes(down)};
+  const Span inner = {memory + buffers.gate + buffers.x, inner_bytes(down)};
   char* const prepared = inner.data + buffers.inner;
   const Span x = {const_cast<char*>(static_cast<const char*>(tokens.x)), tokens.x_stride * bytes};
   const Span out = {static_cast<char*>(tokens.out), tokens.out_stride * bytes};
   std::vector<Piece> pieces;
   for (int64_t first = 0, expert = 0, rows; first < tokens.count; first += rows) {
-    rows = next_group(args, up, down, first, expert, pieces);
-    up.bind_input({x.row(first), x.stride}, largest(pieces), memory);
+    rows = next_group(args, inward, down, first, expert, pieces);
+    up.bind_input({x.row(first), x.stride}, largest(pieces), memory + buffers.gate);
+    if (inward.twice) {
+      gate.bind_input({x.row(first), x.stride}, largest(pieces), memory);
+    } else {
+      gate.share_input(up);
+    }
     down.bind_input(inner, largest(pieces), prepared);
-    Group(pieces, &up, down, args.activation, args.pairing, inner, {out.row(first), out.stride},
+    Group(pieces, inward, down, args.activation, args.pairing, inner, {out.row(first), out.stride},
           prepared + buffers.prepared, buffers.worker)
         .run(args.threads);
   }
 }
 
-int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, int64_t tokens, int64_t experts,
-                             int threads) {
+int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, bool twice, int64_t tokens,
+                             int64_t experts, int threads) {
   const Projection up_projection(x, up), down_projection(x, down);
-  return buffers_of(&up_projection, down_projection, tokens, experts).total(threads);
+  const Inward inward = {&up_projection, twice ? &up_projection : nullptr, twice};
+  return buffers_of(inward, down_projection, tokens, experts).total(threads);
 }
 
 int64_t linear_workspace(DType x, const Format& format, int64_t tokens, int threads) {
-  return buffers_of(nullptr, Projection(x, format), tokens, 1).total(threads);
+  return buffers_of({nullptr, nullptr, false}, Projection(x, format), tokens, 1).total(threads);
 }
 
 int stream_form(int size) {

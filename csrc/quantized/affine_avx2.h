@@ -66,18 +66,15 @@ constexpr bool kOwnScales = kInBlocks<Format> || kE2m1<Format> || kBySixteen<For
 // ---------------------------------------------------------------------------------------------------------------------
 // Scales.
 
-inline float fast_half_at(const uint8_t* p) {
-  uint16_t bits;
-  std::memcpy(&bits, p, sizeof bits);
-  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
-}
-
 // Of sixteen columns.
 struct Affine {
   float times, less;
 };
 
 // Of a block that has no steps.
+inline Affine affine_in(formats::Q4_0, const uint8_t* p) { return {fast_half_at(p), 0.0f}; }
+inline Affine affine_in(formats::Q4_1, const uint8_t* p) { return {fast_half_at(p), -fast_half_at(p + 2)}; }
+inline Affine affine_in(formats::Iq4Nl, const uint8_t* p) { return {fast_half_at(p), 0.0f}; }
 inline Affine affine_in(formats::Q5_0, const uint8_t* p) { return {fast_half_at(p), 0.0f}; }
 inline Affine affine_in(formats::Q5_1, const uint8_t* p) { return {fast_half_at(p), -fast_half_at(p + 2)}; }
 inline Affine affine_in(formats::Q8_0, const uint8_t* p) { return {fast_half_at(p), 0.0f}; }
@@ -109,6 +106,26 @@ template <class Format>
 inline Affine affine_of(const Quantized& q, int64_t row, int64_t group) {
   const int64_t at = row * q.groups + group;
   return {scale_at(q, at), -number_at(q.zeros, q.scale_type, at)};
+}
+
+// The group of a column, where scales lie beside codes: asked once for many rows, because a division takes long.
+template <class Format>
+inline int64_t affine_group(const Quantized& q, int64_t column) {
+  return kInBlocks<Format> || q.groups == 1 ? 0 : column / q.group;
+}
+
+// The columns from one on that share a scale, up to `stop`, at most `end`; they are followed by those of `group`.
+struct SharedColumns {
+  Affine by;
+  int64_t stop, group;
+};
+template <class Format>
+inline SharedColumns shared_columns(const Quantized& q, int64_t row, int64_t k, int64_t end, int64_t group) {
+  if constexpr (kInBlocks<Format>) {
+    return {affine_in(Format(), Format::block_of(q, row, k)), k + 32, 0};
+  } else {
+    return {affine_of<Format>(q, row, group), q.groups > 1 ? std::min(end, (group + 1) * q.group) : end, group + 1};
+  }
 }
 
 // Of some columns by sixteen, from a multiple of 256 on.
@@ -145,11 +162,11 @@ inline void store_steps(__m128i signed_bytes, float scale, float* times) {
   const __m128i last = _mm_unpackhi_epi64(signed_bytes, signed_bytes);
   _mm256_store_ps(times + 8, _mm256_mul_ps(by, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(last))));
 }
-// Q6_K: sixteen scales of eight bits.
+// Q6_K and points: sixteen whole numbers.
 template <class Format>
-  requires std::is_same_v<Format, formats::Q6K>
+  requires requires(const uint8_t* p) { part_steps(Format(), p); }
 inline void steps_of(const uint8_t* p, float* times, float*) {
-  store_steps(half_bytes_at(p + 192), fast_half_at(p + 208), times);
+  store_steps(part_steps(Format(), p), scale_of_parts(Format(), p), times);
 }
 // Q2_K: sixteen scales and minima of four bits.
 template <class Format>
@@ -184,12 +201,6 @@ inline void steps_of(const uint8_t* p, float* times, float*) {
   store_doubled(_mm256_mul_ps(_mm256_set1_ps(fast_half_at(p)), scale), times);
 }
 
-// The group of a column, where scales lie beside codes: asked once for many rows, because a division takes long.
-template <class Format>
-inline int64_t affine_group(const Quantized& q, int64_t column) {
-  return kInBlocks<Format> || q.groups == 1 ? 0 : column / q.group;
-}
-
 // Blocks of thirty-two columns that begin with a float16 scale, and a float16 that all numbers have less or more.
 template <class Format>
 constexpr bool kHalvesFirst = kInBlocks<Format> && Format::kTraits.block == 32 && !kE2m1<Format>;
@@ -221,20 +232,11 @@ inline void affines_of(const Quantized& q, int64_t row, int64_t first, int64_t s
     }
   } else {
     for (int64_t k = first; k < end;) {
-      Affine by;
-      int64_t stop = end;
-      if constexpr (kInBlocks<Format>) {
-        by = affine_in(Format(), Format::block_of(q, row, k));
-        stop = k + 32;
-      } else {
-        by = affine_of<Format>(q, row, group);
-        if (q.groups > 1) stop = std::min(end, (group + 1) * q.group);
-        ++group;
-      }
-      for (; k < stop; k += 16) {
-        to.times[static_cast<uint64_t>(k - base) / 16] = by.times;
+      const SharedColumns shared = shared_columns<Format>(q, row, k, end, group);
+      for (group = shared.group; k < shared.stop; k += 16) {
+        to.times[static_cast<uint64_t>(k - base) / 16] = shared.by.times;
         if constexpr (kNumberForm<Format> != NumberForm::kScaled)
-          to.less[static_cast<uint64_t>(k - base) / 16] = by.less;
+          to.less[static_cast<uint64_t>(k - base) / 16] = shared.by.less;
       }
     }
   }
@@ -289,6 +291,9 @@ template <>
 constexpr int kMiddle<formats::Q6K> = 32;
 template <>
 constexpr int kMiddle<formats::Tq2_0> = 1;
+template <class Format>
+  requires kHasPoints<Format>
+constexpr int kMiddle<Format> = Format::kZero;
 
 // Whole numbers that codes of four bits stand for.
 alignas(16) constexpr int8_t kTwiceE2m1Bytes[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};

@@ -66,21 +66,21 @@ static_assert(kIq3S.size() == 512);
 namespace {
 
 // Eight signs, of which an even number is negative, from the lowest seven bits.
-inline uint32_t even_signs(uint32_t bits) {
+constexpr uint32_t even_signs(uint32_t bits) {
   const uint32_t seven = bits & 127;
   return seven | static_cast<uint32_t>(__builtin_parity(seven)) << 7;
 }
 
-// Eight values of a block: the step times what a point has and `shift`, negative where a bit of `signs` is set.
+// Eight values of a block: what a point has and `shift`, negative where a bit of `signs` is set.
 struct Eight {
   std::array<int8_t, 8> point;
   uint32_t signs;
-  float step, shift;
+  float shift = 0.0f;
 };
 
-inline void values_of(const Eight& from, float* to) {
+inline void values_of(const Eight& from, float step, float* to) {
   for (size_t i = 0; i < 8; ++i) {
-    const float value = from.step * (static_cast<float>(from.point[i]) + from.shift);
+    const float value = step * (static_cast<float>(from.point[i]) + from.shift);
     to[i] = from_bits(to_bits(value) ^ (from.signs << (31 - i) & 0x80000000));
   }
 }

@@ -69,28 +69,6 @@ bool floats_of_steps(const Quantized& q, int64_t row, int64_t first, int64_t siz
   return true;
 }
 
-// The same of blocks of points.
-template <class Format, class R>
-  requires kHasPoints<Format>
-bool floats_of_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
-  const __m256i signs = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
-  const __m256i sign = _mm256_set1_epi32(static_cast<int>(0x80000000));
-  float scale = 0.0f;
-  for (int64_t k = first; k < first + size; k += 8, to += 8) {
-    const uint8_t* const p = Format::block_of(q, row, k);
-    if (k == first || k % 256 == 0) scale = Format::scale_of(p);
-    if constexpr (!std::is_same_v<R, float>)
-      if ((to_bits(scale) & 0x7f800000) == 0x7f800000) return false;
-    const Eight from = Format::eight(p, scale, static_cast<int>(k % 256 / 8));
-    const __m128i point = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from.point.data()));
-    const __m256 shifted = _mm256_add_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(point)), _mm256_set1_ps(from.shift));
-    const __m256i turned = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(from.signs)), signs);
-    _mm256_storeu_ps(to, rounded_to<R>(_mm256_xor_ps(_mm256_mul_ps(_mm256_set1_ps(from.step), shifted),
-                                                     _mm256_castsi256_ps(_mm256_and_si256(turned, sign)))));
-  }
-  return true;
-}
-
 template <class Format, class R>
 void unpack_floats(const Quantized& q, int64_t row, int64_t rows, int64_t first, int64_t size, int64_t lead, void* to,
                    int64_t to_bytes) {
@@ -113,7 +91,7 @@ inline Unpack unpack_floats_of(const Quantized& like) {
   const bool even = like.groups == 1 || like.group % kUnpackStep == 0;
   return with_format(like, [&](auto format) -> Unpack {
     using Format = decltype(format);
-    if constexpr (kHasCodes<Format> || kHasPoints<Format>)
+    if constexpr (kHasCodes<Format>)
       if (kInBlocks<Format> || kBySixteen<Format> || even) return unpack_floats<Format, R>;
     return unpack_plainly<float, R>;
   });

@@ -32,6 +32,7 @@ struct IntegerForm {
   int max_code = 255;
 
   bool parted() const { return part < group; }
+  bool operator==(const IntegerForm&) const = default;
 };
 
 // Of a group of columns; `least` where the form has it.
@@ -506,62 +507,96 @@ struct Tq2_0 : Blocks<Tq2_0> {
   }
 };
 
-// Blocks whose codes are indices of a codebook: eight(block, scale, i) has the values from 8 i on.
+// Blocks whose codes are indices of a codebook: eight(block, i) has the values from 8 i on, step(block, i) their step,
+// which is a whole number times kFactor and the scale of the block. Times kFine values are whole numbers, smaller than
+// kZero.
 template <class Format>
 struct PointBlocks : Blocks<Format> {
+  static constexpr float kFine = 1.0f;
+  static constexpr int64_t kPart = 16;
   static float scale_of(const uint8_t* p) { return half_at(p); }
   static void decode(const uint8_t* p, float* to) {
-    const float scale = Format::scale_of(p);
-    for (int i = 0; i < 32; ++i) values_of(Format::eight(p, scale, i), to + 8 * i);
+    const float scale = Format::scale_of(p) * Format::kFactor;
+    for (int i = 0; i < 32; ++i)
+      values_of(Format::eight(p, i), scale * static_cast<float>(Format::step(p, i)), to + 8 * i);
   }
+  static IntegerForm form(const Quantized&) {
+    return {256, kPart, false, Format::kZero, false, 2 * Format::kZero - 1};
+  }
+  static IntegerParts parts(const uint8_t* p) {
+    IntegerParts of = {Format::scale_of(p) * (Format::kFactor / Format::kFine), 0.0f, {}, {}};
+    for (int i = 0; i < 16; ++i) of.steps[i] = Format::step(p, 2 * i);
+    return of;
+  }
+  static std::array<uint8_t, 8> codes_in(const uint8_t* p, int i) {
+    const Eight from = Format::eight(p, i);
+    std::array<uint8_t, 8> codes;
+    for (size_t j = 0; j < 8; ++j) {
+      const auto value = static_cast<int>(Format::kFine * (static_cast<float>(from.point[j]) + from.shift));
+      codes[j] = static_cast<uint8_t>(Format::kZero + (from.signs >> j & 1 ? -value : value));
+    }
+    return codes;
+  }
+  static uint8_t code_in(const uint8_t* p, int i) { return codes_in(p, i / 8)[static_cast<size_t>(i % 8)]; }
 };
+
+// Twice a scale of four bits, and one.
+inline int odd_step(uint32_t scale) { return static_cast<int>(2 * scale + 1); }
 
 // Of each part of 32 values four indices, four fields of signs and a scale.
 struct Iq2Xxs : PointBlocks<Iq2Xxs> {
   static constexpr FormatTraits kTraits = block_traits("IQ2_XXS", 256, 66);
-  static Eight eight(const uint8_t* p, float scale, int i) {
-    const uint8_t* const part = p + 2 + i / 4 * 8;
-    const uint32_t packed = word_at(part, 1);
-    const float step = scale * (static_cast<float>(packed >> 28) + 0.5f) * 0.25f;
-    return {codebooks::kIq2Xxs[part[i % 4]], even_signs(packed >> (i % 4 * 7)), step, 0.0f};
+  static constexpr float kFactor = 0.125f;
+  static constexpr int kZero = 64;
+  static uint32_t packed(const uint8_t* p, int i) { return word_at(p + 2 + i / 4 * 8, 1); }
+  static int step(const uint8_t* p, int i) { return odd_step(packed(p, i) >> 28); }
+  static Eight eight(const uint8_t* p, int i) {
+    return {codebooks::kIq2Xxs[p[2 + i / 4 * 8 + i % 4]], even_signs(packed(p, i) >> (i % 4 * 7))};
   }
 };
 
 struct Iq2Xs : PointBlocks<Iq2Xs> {
   static constexpr FormatTraits kTraits = block_traits("IQ2_XS", 256, 74);
-  static Eight eight(const uint8_t* p, float scale, int i) {
-    const float step = scale * (static_cast<float>(piece(p + 66, 1, 4, i / 2)) + 0.5f) * 0.25f;
+  static constexpr float kFactor = 0.125f;
+  static constexpr int kZero = 64;
+  static int step(const uint8_t* p, int i) { return odd_step(piece(p + 66, 1, 4, i / 2)); }
+  static Eight eight(const uint8_t* p, int i) {
     const uint32_t code = p[2 + 2 * i] | p[3 + 2 * i] << 8;
-    return {codebooks::kIq2Xs[code & 511], even_signs(code >> 9), step, 0.0f};
+    return {codebooks::kIq2Xs[code & 511], even_signs(code >> 9)};
   }
 };
 
 struct Iq2S : PointBlocks<Iq2S> {
   static constexpr FormatTraits kTraits = block_traits("IQ2_S", 256, 82);
-  static Eight eight(const uint8_t* p, float scale, int i) {
-    const float step = scale * (static_cast<float>(piece(p + 74, 1, 4, i / 2)) + 0.5f) * 0.25f;
-    return {codebooks::kIq2S[p[2 + i] | piece(p + 66, 1, 2, i) << 8], p[34 + i], step, 0.0f};
+  static constexpr float kFactor = 0.125f;
+  static constexpr int kZero = 64;
+  static int step(const uint8_t* p, int i) { return odd_step(piece(p + 74, 1, 4, i / 2)); }
+  static Eight eight(const uint8_t* p, int i) {
+    return {codebooks::kIq2S[p[2 + i] | piece(p + 66, 1, 2, i) << 8], p[34 + i]};
   }
 };
 
 struct Iq3Xxs : PointBlocks<Iq3Xxs> {
   static constexpr FormatTraits kTraits = block_traits("IQ3_XXS", 256, 98);
-  static Eight eight(const uint8_t* p, float scale, int i) {
-    const uint32_t packed = word_at(p + 66, i / 4);
-    const float step = scale * (static_cast<float>(packed >> 28) + 0.5f) * 0.5f;
+  static constexpr float kFactor = 0.25f;
+  static constexpr int kZero = 64;
+  static int step(const uint8_t* p, int i) { return odd_step(word_at(p + 66, i / 4) >> 28); }
+  static Eight eight(const uint8_t* p, int i) {
     const auto point = joined(codebooks::kIq3Xxs[p[2 + 2 * i]], codebooks::kIq3Xxs[p[3 + 2 * i]]);
-    return {point, even_signs(packed >> (i % 4 * 7)), step, 0.0f};
+    return {point, even_signs(word_at(p + 66, i / 4) >> (i % 4 * 7))};
   }
 };
 
 struct Iq3S : PointBlocks<Iq3S> {
   static constexpr FormatTraits kTraits = block_traits("IQ3_S", 256, 110);
-  static Eight eight(const uint8_t* p, float scale, int i) {
-    const float step = scale * (static_cast<float>(piece(p + 106, 1, 4, i / 4)) * 2.0f + 1.0f);
+  static constexpr float kFactor = 1.0f;
+  static constexpr int kZero = 16;
+  static int step(const uint8_t* p, int i) { return odd_step(piece(p + 106, 1, 4, i / 4)); }
+  static Eight eight(const uint8_t* p, int i) {
     const auto point = [&](int code) -> const std::array<int8_t, 4>& {
       return codebooks::kIq3S[p[2 + code] | piece(p + 66, 1, 1, code) << 8];
     };
-    return {joined(point(2 * i), point(2 * i + 1)), p[74 + i], step, 0.0f};
+    return {joined(point(2 * i), point(2 * i + 1)), p[74 + i]};
   }
 };
 
@@ -570,25 +605,33 @@ inline float shift_of(bool lower) { return lower ? -0.125f : 0.125f; }
 
 struct Iq1S : PointBlocks<Iq1S> {
   static constexpr FormatTraits kTraits = block_traits("IQ1_S", 256, 50);
-  static Eight eight(const uint8_t* p, float scale, int i) {
-    const uint32_t packed = p[34 + i / 4 * 2] | p[35 + i / 4 * 2] << 8;
-    const float step = scale * static_cast<float>(2 * (packed >> 12 & 7) + 1);
-    return {codebooks::kIq1[p[2 + i] | (packed >> (i % 4 * 3) & 7) << 8], 0, step, shift_of(packed >> 15 != 0)};
+  static constexpr float kFactor = 1.0f, kFine = 8.0f;
+  static constexpr int kZero = 16;
+  static uint32_t packed(const uint8_t* p, int i) { return p[34 + i / 4 * 2] | p[35 + i / 4 * 2] << 8; }
+  static int step(const uint8_t* p, int i) { return odd_step(packed(p, i) >> 12 & 7); }
+  static Eight eight(const uint8_t* p, int i) {
+    const uint32_t part = packed(p, i);
+    return {codebooks::kIq1[p[2 + i] | (part >> (i % 4 * 3) & 7) << 8], 0, shift_of(part >> 15 != 0)};
   }
 };
 
 struct Iq1M : PointBlocks<Iq1M> {
   static constexpr FormatTraits kTraits = block_traits("IQ1_M", 256, 56);
+  static constexpr float kFactor = 1.0f, kFine = 8.0f;
+  static constexpr int kZero = 16;
   // Four bits of the scale are in every other byte.
   static float scale_of(const uint8_t* p) {
     const uint8_t half[2] = {static_cast<uint8_t>(p[49] >> 4 | (p[51] & 0xf0)),
                              static_cast<uint8_t>(p[53] >> 4 | (p[55] & 0xf0))};
     return half_at(half);
   }
-  static Eight eight(const uint8_t* p, float scale, int i) {
-    const uint32_t packed = p[48 + i / 8 * 2] | p[49 + i / 8 * 2] << 8, code = piece(p + 32, 1, 4, i);
-    const float step = scale * static_cast<float>(2 * (packed >> (i / 2 % 4 * 3) & 7) + 1);
-    return {codebooks::kIq1[p[i] | (code & 7) << 8], 0, step, shift_of((code & 8) != 0)};
+  static int step(const uint8_t* p, int i) {
+    const uint32_t packed = p[48 + i / 8 * 2] | p[49 + i / 8 * 2] << 8;
+    return odd_step(packed >> (i / 2 % 4 * 3) & 7);
+  }
+  static Eight eight(const uint8_t* p, int i) {
+    const uint32_t code = piece(p + 32, 1, 4, i);
+    return {codebooks::kIq1[p[i] | (code & 7) << 8], 0, shift_of((code & 8) != 0)};
   }
 };
 
@@ -655,7 +698,7 @@ template <class Format>
 constexpr bool kInBlocks = Format::kTraits.scales == Scales::kInBlocks;
 // Codes are indices of a codebook.
 template <class Format>
-constexpr bool kHasPoints = requires(const uint8_t* block) { Format::eight(block, 0.0f, 0); };
+constexpr bool kHasPoints = requires(const uint8_t* block) { Format::eight(block, 0); };
 // Parts of a block have steps of their own.
 template <class Format>
 constexpr bool kParted = requires(const uint8_t* block) { Format::parts(block); };

@@ -62,10 +62,18 @@ void plain_lines(const Quantized& q, const IntegerForm& form, int64_t row, int64
 template <class Format>
 void plain_codes(const Quantized& q, const IntegerForm& form, int64_t row, int64_t first, int64_t k, int64_t size,
                  int64_t at, Panel& to) {
-  for (const int64_t places = (size + 7) / 8 * 8; k < places; ++k) {
-    const int64_t offset = place_of(form, k);
-    to.codes[(offset / 4 * kPanelRows + at) * 4 + offset % 4] = k < size ? Format::code(q, row, first + k) : 0;
+  const auto put = [&](int64_t column, uint8_t code) {
+    const int64_t offset = place_of(form, column);
+    to.codes[(offset / 4 * kPanelRows + at) * 4 + offset % 4] = code;
+  };
+  if constexpr (kHasPoints<Format>) {  // which a point has together
+    for (; k < size; k += 8) {
+      const auto eight = Format::codes_in(Format::block_of(q, row, first + k), static_cast<int>((first + k) % 256 / 8));
+      for (size_t i = 0; i < 8; ++i) put(k + static_cast<int64_t>(i), eight[i]);
+    }
+    return;
   }
+  for (const int64_t end = (size + 7) / 8 * 8; k < end; ++k) put(k, k < size ? Format::code(q, row, first + k) : 0);
 }
 
 // Columns [first, first + size) of `rows` rows from `row` on, size at most kPanelColumns; of what has no code in a last

@@ -8,6 +8,17 @@ namespace {
 
 constexpr int64_t kSummedRows = 4, kSummedColumns = 1024;
 
+// Eight numbers of thirty-two codes; `times` and `less` are those of the sixteen that they are among.
+template <class Format, int kPart>
+inline __attribute__((always_inline)) __m256 eight_of(__m256i codes, __m256 times, const float* less) {
+  const __m128i half = kPart < 2 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
+  return number_of<Format>(code_numbers<Format>(kPart % 2 == 0 ? half : _mm_unpackhi_epi64(half, half)), times, less);
+}
+template <class Format>
+inline __m256i float_codes(const uint8_t* line, int64_t k) {
+  return kSixteen<Format> != nullptr ? codes_of(Format(), line, k) : number_codes<Format>(line, k);
+}
+
 // A row whose numbers are asked for by thirty-two columns, of those that were entered.
 template <class Format>
 class FloatRow {
@@ -26,15 +37,12 @@ class FloatRow {
 
     template <int kPart>
     inline __attribute__((always_inline)) __m256 part() const {
-      const __m128i half = kPart < 2 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
-      const __m256 code = code_numbers<Format>(kPart % 2 == 0 ? half : _mm_unpackhi_epi64(half, half));
-      return number_of<Format>(code, _mm256_broadcast_ss(times + kPart / 2), less + kPart / 2);
+      return eight_of<Format, kPart>(codes, _mm256_broadcast_ss(times + kPart / 2), less + kPart / 2);
     }
   };
   inline __attribute__((always_inline)) Columns columns(int64_t k) const {
     const auto i = static_cast<uint64_t>(k - base_) / 16;
-    const __m256i codes = kSixteen<Format> != nullptr ? codes_of(Format(), line_, k) : number_codes<Format>(line_, k);
-    return {affines_.times + i, affines_.less + i, codes};
+    return {affines_.times + i, affines_.less + i, float_codes<Format>(line_, k)};
   }
 
  private:
@@ -43,6 +51,34 @@ class FloatRow {
   const uint8_t* const line_;
   int64_t base_ = 0;
   Affines affines_;
+};
+
+// The same of blocks of thirty-two columns, whose scales are read where the codes are.
+template <class Format>
+  requires(kInBlocks<Format> && Format::kTraits.block == 32)
+class FloatRow<Format> {
+ public:
+  FloatRow(const Quantized& q, int64_t row) : line_(q.codes + row * q.row_bytes) {}
+
+  void load_scales(int64_t, int64_t, int64_t) {}
+
+  struct Columns {
+    __m256 times;
+    float less;
+    __m256i codes;
+
+    template <int kPart>
+    inline __attribute__((always_inline)) __m256 part() const {
+      return eight_of<Format, kPart>(codes, times, &less);
+    }
+  };
+  inline __attribute__((always_inline)) Columns columns(int64_t k) const {
+    const Affine by = affine_in(Format(), line_ + k / 32 * Format::kTraits.block_bytes);
+    return {_mm256_set1_ps(by.times), by.less, float_codes<Format>(line_, k)};
+  }
+
+ private:
+  const uint8_t* const line_;
 };
 
 // sums[r] += x . row r, of at most kSummedRows rows, in the order of ffn/kernel.inl.

@@ -126,60 +126,6 @@ class WideRow {
   Affines affines_;
 };
 
-// Blocks of points.
-template <class Format>
-  requires kHasPoints<Format>
-class WideRow<Format> {
- public:
-  WideRow(const Quantized& q, int64_t row) : q_(q), row_(row) {}
-
-  const uint8_t* line() const { return q_.codes + row_ * q_.row_bytes; }
-
-  bool load_scales(int64_t first, int64_t size, int64_t) {
-    for (int64_t k = first / 256 * 256; k < first + size; k += 256)
-      if ((to_bits(Format::scale_of(Format::block_of(q_, row_, k))) & 0x7f800000) == 0x7f800000) return false;
-    return true;
-  }
-
-  struct Columns {
-    __m256 parts[4];
-  };
-  template <int kPart>
-  __m256 part(const Columns& of) const {
-    return of.parts[kPart];
-  }
-  inline __attribute__((always_inline)) Columns columns(int64_t k) {
-    Columns result;
-    const __m256i signs = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
-    const __m256i sign = _mm256_set1_epi32(static_cast<int>(0x80000000));
-    const uint8_t* const p = Format::block_of(q_, row_, k);
-    const float scale = Format::scale_of(p);
-#pragma GCC unroll 2
-    for (int j = 0; j < 4; j += 2) {
-      __m256 values[2];
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const Eight from = Format::eight(p, scale, static_cast<int>(k % 256 / 8) + j + half);
-        const __m128i point = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from.point.data()));
-        const __m256 shifted = _mm256_add_ps(floats_of_bytes<true>(point), _mm256_set1_ps(from.shift));
-        const __m256i turned = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(from.signs)), signs);
-        values[half] = rounded_to_pairs(_mm256_xor_ps(_mm256_mul_ps(_mm256_set1_ps(from.step), shifted),
-                                                      _mm256_castsi256_ps(_mm256_and_si256(turned, sign))));
-      }
-      const auto turned = [](__m256 lanes) {  // two numbers of the first eight, two of the second, and again
-        return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(lanes), 0xd8));
-      };
-      result.parts[j] = turned(_mm256_shuffle_ps(values[0], values[1], 0x88));
-      result.parts[j + 1] = turned(_mm256_shuffle_ps(values[0], values[1], 0xdd));
-    }
-    return result;
-  }
-
- private:
-  const Quantized& q_;
-  const int64_t row_;
-};
-
 // What the plain code gives, in the order of lanes.
 inline void widen_plainly(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
   alignas(64) float line[kMostColumns + kUnpackStep];
@@ -207,21 +153,14 @@ bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, f
   const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12,
                                          14, 1, 3, 5, 7, 9, 11, 13, 15);
   const uint8_t* const line = q.codes + row * q.row_bytes;
+  int64_t group = affine_group<Format>(q, first);
   for (int64_t k = first, end = first + size; k < end;) {
-    Affine by;
-    int64_t stop = end;
-    if constexpr (kInBlocks<Format>) {
-      by = affine_in(Format(), Format::block_of(q, row, k));
-      stop = k + 32;
-    } else {
-      const int64_t group = affine_group<Format>(q, k);
-      by = affine_of<Format>(q, row, group);
-      if (q.groups > 1) stop = std::min(end, (group + 1) * q.group);
-    }
+    const SharedColumns shared = shared_columns<Format>(q, row, k, end, group);
+    const Affine by = shared.by;
     if (((to_bits(by.times) & 0x7f800000) == 0x7f800000) || ((to_bits(by.less) & 0x7f800000) == 0x7f800000))
       return false;
     const __m256 times = _mm256_set1_ps(by.times);
-    for (; k < stop; k += 32, to += 32) {
+    for (group = shared.group; k < shared.stop; k += 32, to += 32) {
       const __m256i codes = _mm256_shuffle_epi8(number_codes<Format>(line, k), order);
       const __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
 #pragma GCC unroll 4
@@ -368,7 +307,7 @@ inline Unpacking unpacking_wide_of(const Quantized& like) {
   const bool even = like.groups == 1 || like.group % kUnpackStep == 0;
   return with_format(like, [&](auto format) -> Unpacking {
     using Format = decltype(format);
-    if constexpr (kHasCodes<Format> || kHasPoints<Format>) {
+    if constexpr (kHasCodes<Format>) {
       if (kInBlocks<Format> || kBySixteen<Format> || even) {
         if constexpr (kMeetsFew<Format>)
           return {unpack_wide<Format>, sum_rows<Format, 1>, sum_rows<Format, 2>, sum_rows<Format, 4>};

@@ -174,6 +174,11 @@ class Format(ABC):
             return f"{self.name}; int8 activations need groups of a multiple of {MIN_INT8_GROUP} columns"
         return None
 
+    @property
+    def gpu_int8_reason(self) -> str | None:
+        """The same of the programs of a GPU."""
+        return self.int8_reason
+
     def integer_groups(self, columns: int) -> tuple[int, int]:
         """Columns of an int8 activation that share a scale where they meet the integers of this format, and columns of
         a row that do."""

@@ -57,6 +57,12 @@ class GGMLFormat(Format):
         served = ", ".join(name for name, stored in _TYPES.items() if stored.integers is not None)
         return f"{self.name}; int8 activations are served for the ggml types {served}"
 
+    @property
+    def gpu_int8_reason(self) -> str | None:
+        if self.codebook:
+            return f"{self.name}, whose points int8 activations multiply on a CPU alone"
+        return self.int8_reason
+
     def integer_groups(self, columns: int) -> tuple[int, int]:
         return self.integers or (32, 32)
 
@@ -83,13 +89,13 @@ _TYPES = {
         ("MXFP4", 4, 32, 17, {"integers": (32, 32)}),
         ("TQ1_0", 2, 256, 54, {}),
         ("TQ2_0", 2, 256, 66, {}),
-        ("IQ2_XXS", 2, 256, 66, {"codebook": "iq2_xxs"}),
-        ("IQ2_XS", 2, 256, 74, {"shared": 16, "codebook": "iq2_xs"}),
-        ("IQ2_S", 2, 256, 82, {"shared": 16, "codebook": "iq2_s"}),
-        ("IQ3_XXS", 3, 256, 98, {"codebook": "iq3_xxs"}),
-        ("IQ3_S", 3, 256, 110, {"codebook": "iq3_s"}),
-        ("IQ1_S", 1, 256, 50, {"codebook": "iq1"}),
-        ("IQ1_M", 1, 256, 56, {"shared": 16, "codebook": "iq1"}),
+        ("IQ2_XXS", 2, 256, 66, {"codebook": "iq2_xxs", "integers": (256, 16)}),
+        ("IQ2_XS", 2, 256, 74, {"shared": 16, "codebook": "iq2_xs", "integers": (256, 16)}),
+        ("IQ2_S", 2, 256, 82, {"shared": 16, "codebook": "iq2_s", "integers": (256, 16)}),
+        ("IQ3_XXS", 3, 256, 98, {"codebook": "iq3_xxs", "integers": (256, 16)}),
+        ("IQ3_S", 3, 256, 110, {"codebook": "iq3_s", "integers": (256, 16)}),
+        ("IQ1_S", 1, 256, 50, {"codebook": "iq1", "integers": (256, 16)}),
+        ("IQ1_M", 1, 256, 56, {"shared": 16, "codebook": "iq1", "integers": (256, 16)}),
     )
 }
 GGML_FORMATS: dict[str, Format] = {**PLAIN_FORMATS, **_TYPES}

@@ -15,7 +15,6 @@ Legend: T tokens, N outputs, K inputs, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -88,8 +87,7 @@ def cpu_expert_ffn(
     gate_up       E tensors [2I, H], gate rows before up rows, at any address. Beside ``up`` the gate [I, H] alone; with
                   an activation that is not gated up alone
     down          E tensors [H, I]
-    up            E tensors [I, H], if apart; quantised otherwise than ``gate_up``, each product is a `cpu_linear` of
-                  float32 tokens
+    up            E tensors [I, H], if apart; they may be stored otherwise than ``gate_up``
     offsets       int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1]
     activation    or a name: silu, gelu_tanh (gelu(gate) up), swiglu_oai (gpt-oss's, clamped at 7)
     interleaved   rows of gate and up alternate in ``gate_up``, and in its bias
@@ -106,13 +104,11 @@ def cpu_expert_ffn(
     biases = dict(zip(_BIASES, (gate_up_bias, up_bias, down_bias), strict=True))
     weights = {"gate_up": gate_up, "up": up, "down": down}
     extension = native.extension()
-    if extension is None or _differ(gate_up, up):
+    if extension is None:
         cuts = _check_experts(x, weights, biases, offsets, out, both=act.gated and up is None)
         for name, matrices in weights.items():
             check_integers(name, by_side[name == "down"], *(matrices or ()))
         options: dict[str, Any] = {"activation": act, "interleaved": interleaved} | biases
-        if extension is not None:
-            options["product"] = partial(_widened_linear, threads=threads)
         return stored(quantized.expert_ffn(x, gate_up, down, cuts, up=up, activations=by_side, **options), out)
     rows = as_dlpack("x", x)
     if out is None:
@@ -124,20 +120,6 @@ def cpu_expert_ffn(
     pairing = "interleaved" if interleaved else "joined" if act.gated else "ungated"
     extension.expert_ffn(rows, wide, second, narrow, bounds, by, pairing, *rest, by_side, into, threads)
     return out
-
-
-def _widened_linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: str, *, threads: int) -> Tensor:
-    """`cpu_linear` of ``x`` in float32, as its result is."""
-    return cpu_linear(x.float(), weight, bias, activations=activations, threads=threads)
-
-
-def _differ(gate_up: Weights, up: Weights | None) -> bool:
-    """Whether gate and up are stored in different formats, for which there is no kernel of a whole expert."""
-    if up is None:
-        return False
-    first, second = (next((weight for weight in weights if weight is not None), None) for weights in (gate_up, up))
-    stored = [weight.stored if isinstance(weight, Matrix) else None for weight in (first, second)]
-    return first is not None and second is not None and stored[0] != stored[1]
 
 
 def _check_form(
@@ -188,15 +170,17 @@ def cpu_expert_ffn_workspace(
     weight_dtype: torch.dtype | Format = torch.bfloat16,
     activations: str = "auto",
     transposed: bool = False,
+    twice: bool = False,
     threads: int | None = None,
 ) -> int:
     """Bytes that `cpu_expert_ffn` keeps, see `cpu_linear_workspace`; ``tokens``: rows of x, all experts together;
-    ``transposed``: weights are."""
+    ``transposed``: weights are; ``twice``: gate and up are stored in two formats, for each of which int8 activations
+    are rounded by themselves."""
     types = _check_sizes(dtype, weight_dtype, tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts)
     threads, extension = arguments.check_threads(threads), native.extension()
     if extension is None:
         return 0
-    how = activations == "int8", transposed
+    how = activations == "int8", transposed, twice
     return int(extension.expert_ffn_workspace(*types, *how, tokens, hidden, intermediate, experts, threads))
 
 

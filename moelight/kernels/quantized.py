@@ -16,7 +16,7 @@ the row's `least`; times the scale of the token. Nothing else has any influence 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -43,7 +43,6 @@ from moelight.kernels.matrices import (
 )
 from moelight.kernels.reference import gate_and_up
 
-Product = Callable[[Tensor, Weight, Tensor | None, str], Tensor]
 _LEAST_MAGNITUDE = 1e-30  # below it, a group of a token is zero
 
 
@@ -189,11 +188,8 @@ def expert_ffn(
     up_bias: Sequence[Tensor | None] | None = None,
     down_bias: Sequence[Tensor | None] | None = None,
     activations: tuple[str, str] = ("auto", "auto"),
-    product: Product | None = None,
 ) -> Tensor:
-    """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e has rows offsets[e] to offsets[e + 1].
-    ``product``: of rows and a matrix, by its bias and its activations, in float32; None: by torch."""
-    product = product or _product
+    """`cpu_expert_ffn`: x [T, H] sorted by expert -> [T, H]; expert e has rows offsets[e] to offsets[e + 1]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for e, (first, last) in enumerate(pairwise(offsets)):
         wide, narrow = gate_up[e], down[e]
@@ -203,11 +199,11 @@ def expert_ffn(
             None if tensors is None else tensors[e] for tensors in (gate_up_bias, up_bias, down_bias)
         )
         rows = x[first:last]
-        projected = [product(rows, wide, first_bias, activations[0])]
+        projected = [_product(rows, wide, first_bias, activations[0])]
         if up is not None and (second := up[e]) is not None:
-            projected.append(product(rows, second, second_bias, activations[0]))
+            projected.append(_product(rows, second, second_bias, activations[0]))
         elif activation.gated:
             projected = list(gate_and_up(projected[0], interleaved=interleaved))
         inner = activation(*projected).to(x.dtype)
-        out[first:last] = product(inner, narrow, bias, activations[1]).to(x.dtype)
+        out[first:last] = _product(inner, narrow, bias, activations[1]).to(x.dtype)
     return out

@@ -87,7 +87,9 @@ class Problem:
     def rounds_on_gpu(self) -> bool:
         """True if the GPU multiplies activations rounded to int8 by the experts' integers."""
         gpu, stored = self.speeds.gpu, self.model.stored
-        return gpu is not None and gpu.unpacks and not (stored is not None and stored.mixed) and not self.model.dense
+        if stored is not None and (stored.mixed or stored.cpu_integers is not None):
+            return False
+        return gpu is not None and gpu.unpacks and not self.model.dense
 
     @property
     def has_gpu(self) -> bool:

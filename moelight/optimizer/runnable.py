@@ -91,6 +91,8 @@ def activation_faults(policy: Policy, model: ModelProfile) -> tuple[str, ...]:
         return (f"activations int8: the {'layers' if model.dense else 'experts'} are {reason}",)
     if model.dense and policy.ffn_device != "cpu":
         return ("activations int8: a GPU computes the layers of a dense model with activations as they are",)
+    if policy.ffn_device != "cpu" and model.stored.cpu_integers is not None:
+        return (f"activations int8: the experts are {model.stored.cpu_integers}; use ffn_device cpu",)
     if policy.ffn_device != "cpu" and model.stored.mixed:
         return (
             "activations int8: experts of some layer are stored in several formats, so on a GPU torch computes them, "

@@ -22,7 +22,7 @@ from moelight.profiles.gguf_config import Metadata, config_values
 from moelight.profiles.gguf_families import GraphArchitecture, architecture_of
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor
-from moelight.profiles.quantization import Kept, kept_matrices
+from moelight.profiles.quantization import Kept, cpu_integers_of, kept_matrices
 from moelight.profiles.stored import StoredWeights
 from moelight.profiles.tensor_list import dense_tensors
 
@@ -274,4 +274,5 @@ def _stored(profile: ModelProfile, tensors: Mapping[tuple[str, int], GGMLTensor]
         tensor.type != gates.get(layer, tensor.type) for (name, layer), tensor in tensors.items() if name == "up"
     )
     cpu_only = next((reason for reason in reasons if reason is not None), None)
-    return replace(stored, mixed=stored.mixed or apart, cpu_only=cpu_only)
+    cpu_integers = cpu_integers_of(map(ggml_format, experts))
+    return replace(stored, mixed=stored.mixed or apart, cpu_only=cpu_only, cpu_integers=cpu_integers)

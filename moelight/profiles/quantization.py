@@ -132,7 +132,14 @@ def with_stored(
     name, of_experts = (", ".join(names) or profile.dtype for names in (counted.named, experts))
     stored = StoredWeights.of(name, of_experts, pages, _elements(profile), dense, matrices, reasons)
     repacked = -(-counted.repacked // max(sum(map(len, pages)), 1))
-    return replace(profile, stored=replace(stored, repacked_bytes=repacked, cpu_only=counted.cpu_only))
+    stored = replace(stored, repacked_bytes=repacked, cpu_integers=counted.cpu_integers, cpu_only=counted.cpu_only)
+    return replace(profile, stored=stored)
+
+
+def cpu_integers_of(formats: Iterable[Format]) -> str | None:
+    """The reason why int8 activations multiply some of ``formats`` on a CPU alone, or None."""
+    reasons = (stored.gpu_int8_reason for stored in formats if stored.int8_reason is None)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def kept_matrices(
@@ -173,6 +180,7 @@ def with_pages(
         weights,
         mixed=weights.mixed or stored.mixed,
         without_integers=stored.without_integers,
+        cpu_integers=stored.cpu_integers,
         cpu_only=stored.cpu_only,
         exact=stored.exact,
         repacked_bytes=stored.repacked_bytes + transposed,
@@ -186,8 +194,8 @@ def _elements(profile: ModelProfile) -> int:
 
 class _Count:
     """Bytes of the matrices of a model; ``named``: the formats met, in order; ``reasons``: why each has no integers, or
-    None; ``cpu_only``: why experts run on the CPU alone, or None; ``of_layers``: name, layer and bytes of those
-    in the pages of a dense model; ``repacked``: bytes of all experts that are turned into packed integers."""
+    None; ``cpu_only``, ``cpu_integers``: those of experts in `StoredWeights`; ``of_layers``: name, layer and bytes of
+    those in the pages of a dense model; ``repacked``: bytes of all experts that are turned into packed integers."""
 
     def __init__(self, profile: ModelProfile, format_of: Callable[[str], Format | None], where: str) -> None:
         self._profile, self._format_of, self._where = profile, format_of, where
@@ -195,6 +203,7 @@ class _Count:
         self.named: dict[str, None] = {}
         self.reasons: dict[str, str | None] = {}
         self.cpu_only: str | None = None
+        self.cpu_integers: str | None = None
         self.of_layers: list[tuple[str, int, int]] = []
         self.repacked = 0
 
@@ -215,6 +224,7 @@ class _Count:
         self.named[stored.name] = None
         if paged:
             self.cpu_only = self.cpu_only or stored.cpu_reason
+            self.cpu_integers = self.cpu_integers or cpu_integers_of([stored])
         if paged and stored.repacked_format(rows, columns) is not None:
             self.repacked += size
         return size

@@ -25,6 +25,7 @@ class StoredWeights:
         mixed: experts of some layer, or gate and up of one, are stored in several formats, so that on a GPU torch
             computes them.
         without_integers: the reason why activations rounded to int8 multiply no matrix of the experts, or None.
+        cpu_integers: the reason why activations rounded to int8 multiply some of the experts on the CPU alone, or None.
         cpu_only: the reason why experts run on the CPU alone, or None.
         exact: where they multiply some, the formats of those that meet activations as they are.
     """
@@ -39,6 +40,7 @@ class StoredWeights:
     repacked_bytes: int = 0
     mixed: bool = False
     without_integers: str | None = None
+    cpu_integers: str | None = None
     cpu_only: str | None = None
     exact: tuple[str, ...] = ()
 

@@ -17,6 +17,7 @@ from moelight.core.errors import CheckpointError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.engine.api import optimize
 from moelight.engine.planning import resolve
+from moelight.formats.ggml import ggml_format
 from moelight.hrm.estimate import cost_model_of
 from moelight.hrm.machine_model import speeds_of
 from moelight.kernels import native
@@ -107,6 +108,10 @@ def test_refusals(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="several formats, so on a GPU torch computes them"):
         resolve(on_gpu, several, discrete=True)
     assert resolve(asked, several, discrete=False).activations == "int8"
+    points = replace(four, stored=replace(four.stored, cpu_integers=ggml_format("IQ2_XXS").gpu_int8_reason))
+    with pytest.raises(ConfigError, match=r"experts are IQ2_XXS, whose points .* a CPU alone; use ffn_device cpu"):
+        resolve(on_gpu, points, discrete=True)
+    assert resolve(asked, points, discrete=False).activations == "int8"
     card = torch.device("cuda", 0)
     monkeypatch.setattr(serving, "serves", lambda device, dtype: (True, "triton"))
     for capability, refused in (((7, 5), True), ((8, 0), False)):

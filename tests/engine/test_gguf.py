@@ -113,6 +113,7 @@ def test_a_dynamic_mix_of_types_runs_in_pages_of_its_own_bytes(architecture: str
     opened = open_model(str(path))
     stored = opened.profile.stored
     assert stored is not None and stored.mixed, "of which torch computes the products on a GPU, in memory of its own"
+    assert stored.without_integers is None and not stored.exact and "IQ2_XXS" in str(stored.cpu_integers)
     for layer in range(3):
         names = [f"blk.{layer}.ffn_{matrix}_exps.weight" for matrix in ("gate", "up", "down")]
         of_layer = sum(tensors[name].nbytes for name in names)

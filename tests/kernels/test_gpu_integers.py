@@ -24,7 +24,7 @@ from tests.kernels.quantized import FORMATS, int8, matrix, packed, step
 from tests.kernels.test_gpu_quantized import BY_TRITON, moved
 
 FORMS = {
-    **{name: stored for name, stored in FORMATS.items() if stored.int8_reason is None},
+    **{name: stored for name, stored in FORMATS.items() if stored.gpu_int8_reason is None},
     "int8 in groups": int8(group=96, zero_points=True),
     "packed int8 by rows": packed(bits=8, group=0),
 }

@@ -115,16 +115,18 @@ def test_few_rows_are_those_of_many(name: str) -> None:
     """One to four meet rows as they are stored, by whole lines and where the last line is a part, more meet panels."""
     for rows, columns in ((41, 1152), (64, 2304), (38, 4128)):
         weight = matrix(FORMS[name], *sizes(name, rows, columns))
-        x = generator(6)(8, weight.columns).bfloat16()
+        x = generator(6)(16, weight.columns).bfloat16()
         together = product(x, weight)
-        for count in range(1, 5):
+        for count in range(1, 6):
             same_bits(product(x[:count], weight), together[:count])
 
 
+EXPERTS = ("packed int4", "packed int8", "gptq int4 in order", "mxfp4")
+EXPERTS += ("Q8_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "awq", "IQ3_S")
+
+
 @pytest.mark.parametrize("pairing", ["joined", "interleaved", "apart"])
-@pytest.mark.parametrize(
-    "name", ["packed int4", "packed int8", "gptq int4 in order", "mxfp4", "Q8_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "awq"]
-)
+@pytest.mark.parametrize("name", EXPERTS)
 def test_experts(name: str, pairing: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of plain code, to the bit: also curves and biases are computed alike."""
     width, depth = sizes(name, 40, 300), sizes(name, 300, 40)
@@ -145,6 +147,47 @@ def test_experts(name: str, pairing: str, server: str, monkeypatch: pytest.Monke
     if server != "torch":  # whose exponential function is another
         with serving("scalar", monkeypatch):
             same_bits(result, cpu_expert_ffn(x, up, down, offsets, activations="int8", threads=1, **options))
+
+
+@pytest.mark.parametrize("pair", [("IQ2_XXS", "IQ2_XS"), ("Q4_K", "IQ1_S"), ("Q8_0", "packed int4")])
+def test_gate_and_up_may_have_two_formats(pair: tuple[str, str], server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that round tokens alike, and those that do not; with biases, and an expert without rows."""
+    randn, inner, hidden = generator(5), 40, 768
+    gate, up = ([matrix(FORMS[name], inner, hidden, seed=10 * i + e) for e in range(3)] for i, name in enumerate(pair))
+    down = [matrix(FORMS["packed int8 by rows"], hidden, inner, seed=30 + e) for e in range(3)]
+    biases = {name: [randn(inner) for _ in gate] for name in ("gate_up_bias", "up_bias")}
+    x, offsets = randn(27, hidden), torch.tensor([0, 4, 4, 27], dtype=torch.int32)
+    options: dict[str, Any] = {"up": up, "activations": "int8"} | biases
+    result = cpu_expert_ffn(x, gate, down, offsets, threads=2, **options)
+    for e, rows in ((0, slice(0, 4)), (2, slice(4, 27))):
+        first, second = (
+            product(x[rows], weight[e], bias=biases[name][e])
+            for weight, name in ((gate, "gate_up_bias"), (up, "up_bias"))
+        )
+        wanted = product(torch.nn.functional.silu(first) * second, down[e])
+        assert (result[rows] - wanted).norm() < 0.01 * wanted.norm(), "int8 of what is between may differ by a step"
+    if server != "torch":
+        with serving("scalar", monkeypatch):
+            same_bits(result, cpu_expert_ffn(x, gate, down, offsets, threads=1, **options))
+
+
+def test_gate_and_up_may_have_two_formats_where_tokens_are_as_they_are(server: str) -> None:
+    """Equal to experts of the values, of which one matrix lies by columns or is wider, too."""
+    randn, inner, hidden = generator(5), 40, 512
+    gate, up = matrix(FORMATS["IQ2_XXS"], inner, hidden), matrix(FORMATS["IQ3_XXS"], inner, hidden, seed=1)
+    down, offsets = [randn(hidden, inner).bfloat16()], torch.tensor([0, 5], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = randn(5, hidden).to(dtype)
+        first, second = dense_values(gate, dtype), dense_values(up, dtype)
+        wanted = cpu_expert_ffn(x, [first], down, offsets, up=[second])
+        same_bits(cpu_expert_ffn(x, [gate], down, offsets, up=[up], threads=2), wanted)
+        if server == "torch":
+            continue
+        by_columns = first.t().contiguous().t()
+        for pair in ((gate, second), (first, up), (by_columns, up), (gate, by_columns), (first.float(), up)):
+            result = cpu_expert_ffn(x, [pair[0]], down, offsets, up=[pair[1]], threads=2)
+            close = cpu_expert_ffn(x, [first], down, offsets, up=[second if pair[1] is not by_columns else first])
+            assert (result - close).float().norm() < 0.01 * close.float().norm()
 
 
 def test_gate_and_up_may_be_rounded_where_down_is_not(server: str) -> None:

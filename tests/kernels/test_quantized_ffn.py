@@ -49,7 +49,7 @@ FEW = ("packed int4 rows", "packed int8", "packed int8 symmetric", "int8 rows", 
 
 
 @pytest.mark.parametrize(
-    "name", [*FEW, "Q8_0", "Q2_K", "Q4_K", "IQ4_XS", "IQ3_S", "mlx int3", "mlx int4", "nvfp4", "nf4"]
+    "name", [*FEW, "Q8_0", "Q2_K", "Q4_K", "IQ4_XS", "IQ2_XS", "IQ3_S", "IQ1_M", "mlx int3", "mlx int4", "nvfp4", "nf4"]
 )
 def test_few_tokens_meet_rows_as_they_are_unpacked(name: str, server: str) -> None:
     """Rows and tokens that are multiplied at once, blocks of columns, subnormals, scales that are no numbers."""

@@ -83,6 +83,23 @@ def test_quantised(lanes, name, monkeypatch):
             assert kept_by(lambda x=x, full=full: cpu_linear(x, full, threads=2)) == announced > 0
 
 
+@pytest.mark.parametrize("pair", [("IQ2_XXS", "IQ2_XS"), ("Q4_K", "IQ2_XS")])
+def test_gate_and_up_in_two_formats(pair):
+    """Rounded tokens are kept twice where the formats round them otherwise."""
+    hidden, inner = 512, 256
+    gate, up, down = (
+        matrix(FORMATS[name], *size)
+        for name, size in zip((*pair, "Q8_0"), ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True)
+    )
+    how = {"activations": "int8", "threads": 2}
+    for count in (1, 600):
+        x, offsets = torch.zeros(count, hidden).bfloat16(), torch.tensor([0, count]).int()
+        announced = cpu_expert_ffn_workspace(
+            count, hidden, inner, experts=1, weight_dtype=FORMATS["Q4_K"], twice=pair[0] == "Q4_K", **how
+        )
+        assert kept_by(lambda x=x, at=offsets: cpu_expert_ffn(x, [gate], [down], at, up=[up], **how)) == announced > 0
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

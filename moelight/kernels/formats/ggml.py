@@ -216,66 +216,95 @@ def _even_signs(seven: Tensor) -> Tensor:
     return seven | (((parity ^ (parity >> 1)) & 1) << 7)
 
 
-def _signed(steps: Tensor, values: Tensor, signs: Tensor) -> Tensor:
-    """Steps [n, parts of a block] x values [n, 256], negative where a bit of the bytes ``signs`` [n, 32] is set."""
-    scaled = (steps.unsqueeze(-1) * values.view(*steps.shape, -1)).flatten(1)
-    return scaled * (1 - 2 * _bits(signs.to(torch.uint8)).float())
+# Scales float32 [n, 1], the upper bits of steps [n, parts], and whole numbers float32 [n, 256] of blocks: a value is
+# scale x (2 step + 1) x whole number.
+Points = tuple[Tensor, Tensor, Tensor]
 
 
-def _iq2_xxs(blocks: Tensor) -> Tensor:
+def _signed(values: Tensor, signs: Tensor) -> Tensor:
+    """Values [n, 256], negative where a bit of the bytes ``signs`` [n, 32] is set."""
+    return values * (1 - 2 * _bits(signs.to(torch.uint8)).float())
+
+
+def _iq2_xxs(blocks: Tensor) -> Points:
     parts = blocks[:, 2:].reshape(-1, 8, 8)  # four indices; four fields of signs, a scale
     packed = _numbers(parts[:, :, 4:].flatten(1), 4)
-    steps = _half(blocks, 0) * ((packed >> 28).float() + 0.5) * 0.25
     values = _values_at("iq2_xxs", parts[:, :, :4].flatten(1))
-    return _signed(steps, values, _even_signs(_fields(packed, 7, 4)))
+    return _half(blocks, 0) * 0.125, packed >> 28, _signed(values, _even_signs(_fields(packed, 7, 4)))
 
 
-def _iq2_xs(blocks: Tensor) -> Tensor:
+def _iq2_xs(blocks: Tensor) -> Points:
     codes = _numbers(blocks[:, 2:66], 2)
-    steps = _half(blocks, 0) * (_pieces(blocks[:, 66:], 1, 4).float() + 0.5) * 0.25
-    return _signed(steps, _values_at("iq2_xs", codes & 511), _even_signs(codes >> 9))
+    values = _signed(_values_at("iq2_xs", codes & 511), _even_signs(codes >> 9))
+    return _half(blocks, 0) * 0.125, _pieces(blocks[:, 66:], 1, 4), values
 
 
-def _iq2_s(blocks: Tensor) -> Tensor:
+def _iq2_s(blocks: Tensor) -> Points:
     index = blocks[:, 2:34].int() | (_pieces(blocks[:, 66:74], 1, 2).int() << 8)
-    steps = _half(blocks, 0) * (_pieces(blocks[:, 74:], 1, 4).float() + 0.5) * 0.25
-    return _signed(steps, _values_at("iq2_s", index), blocks[:, 34:66])
+    values = _signed(_values_at("iq2_s", index), blocks[:, 34:66])
+    return _half(blocks, 0) * 0.125, _pieces(blocks[:, 74:], 1, 4), values
 
 
-def _iq3_xxs(blocks: Tensor) -> Tensor:
+def _iq3_xxs(blocks: Tensor) -> Points:
     packed = _numbers(blocks[:, 66:], 4)
-    steps = _half(blocks, 0) * ((packed >> 28).float() + 0.5) * 0.5
-    return _signed(steps, _values_at("iq3_xxs", blocks[:, 2:66]), _even_signs(_fields(packed, 7, 4)))
+    values = _signed(_values_at("iq3_xxs", blocks[:, 2:66]), _even_signs(_fields(packed, 7, 4)))
+    return _half(blocks, 0) * 0.25, packed >> 28, values
 
 
-def _iq3_s(blocks: Tensor) -> Tensor:
+def _iq3_s(blocks: Tensor) -> Points:
     index = blocks[:, 2:66].int() | (_bits(blocks[:, 66:74]).int() << 8)
-    steps = _half(blocks, 0) * (_pieces(blocks[:, 106:], 1, 4).float() * 2 + 1)
-    return _signed(steps, _values_at("iq3_s", index), blocks[:, 74:106])
+    return _half(blocks, 0), _pieces(blocks[:, 106:], 1, 4), _signed(_values_at("iq3_s", index), blocks[:, 74:106])
 
 
-def _shifted(steps: Tensor, values: Tensor, lower: Tensor) -> Tensor:
-    """Steps [n, parts] x values [n, 256], which are an eighth lower in the parts of ``lower`` [n, parts], and in all
-    others an eighth higher."""
-    shifts = torch.where(lower != 0, -0.125, 0.125)
-    moved = values.view(*lower.shape, -1) + shifts.unsqueeze(-1)
-    return (steps.unsqueeze(-1) * moved.view(*steps.shape, -1)).flatten(1)
+def _shifted(values: Tensor, lower: Tensor) -> Tensor:
+    """Eight times values [n, 256], which are an eighth lower in the parts of ``lower`` [n, parts], and in all others an
+    eighth higher."""
+    shifts = torch.where(lower != 0, -1.0, 1.0)
+    return (8 * values.view(*lower.shape, -1) + shifts.unsqueeze(-1)).flatten(1)
 
 
-def _iq1_s(blocks: Tensor) -> Tensor:
+def _iq1_s(blocks: Tensor) -> Points:
     packed = _numbers(blocks[:, 34:], 2)
     index = blocks[:, 2:34].int() | (_fields(packed, 3, 4) << 8)
-    steps = _half(blocks, 0) * (((packed >> 12) & 7).float() * 2 + 1)
-    return _shifted(steps, _values_at("iq1", index), packed >> 15)
+    return _half(blocks, 0) * 0.125, (packed >> 12) & 7, _shifted(_values_at("iq1", index), packed >> 15)
 
 
-def _iq1_m(blocks: Tensor) -> Tensor:
+def _iq1_m(blocks: Tensor) -> Points:
     upper = blocks[:, 49::2]  # four bits of the scale in each
     scale = ((upper[:, ::2] >> 4) | (upper[:, 1::2] & 0xF0)).contiguous().view(torch.float16).float()
     codes = _pieces(blocks[:, 32:48], 1, 4).int()
     index = blocks[:, :32].int() | ((codes & 7) << 8)
-    steps = scale * (_fields(_numbers(blocks[:, 48:], 2), 3, 4).float() * 2 + 1)
-    return _shifted(steps, _values_at("iq1", index), codes & 8)
+    return scale * 0.125, _fields(_numbers(blocks[:, 48:], 2), 3, 4), _shifted(_values_at("iq1", index), codes & 8)
+
+
+_POINTS: dict[str, Callable[[Tensor], Points]] = {
+    "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "IQ2_S": _iq2_s,
+    "IQ3_XXS": _iq3_xxs,
+    "IQ3_S": _iq3_s,
+    "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
+}
+
+
+def _point_values(points: Callable[[Tensor], Points]) -> Callable[[Tensor], Tensor]:
+    def values(blocks: Tensor) -> Tensor:
+        scale, steps, integers = points(blocks)
+        steps = scale * (2 * steps.float() + 1)  # exact, as their products with integers are
+        return (steps.unsqueeze(-1) * integers.view(*steps.shape, -1)).flatten(1)
+
+    return values
+
+
+def _point_integers(points: Callable[[Tensor], Points]) -> Callable[[Tensor], Integers]:
+    """Those of sixteen parts, of which two may have one step."""
+
+    def integers(blocks: Tensor) -> Integers:
+        scale, steps, values = points(blocks)
+        return values.int(), (2 * steps.int() + 1).repeat_interleave(16 // steps.shape[1], 1), None, scale, None
+
+    return integers
 
 
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -294,13 +323,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "MXFP4": _mxfp4_block,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
-    "IQ2_XXS": _iq2_xxs,
-    "IQ2_XS": _iq2_xs,
-    "IQ2_S": _iq2_s,
-    "IQ3_XXS": _iq3_xxs,
-    "IQ3_S": _iq3_s,
-    "IQ1_S": _iq1_s,
-    "IQ1_M": _iq1_m,
+    **{name: _point_values(points) for name, points in _POINTS.items()},
 }
 
 
@@ -356,4 +379,5 @@ _INTEGERS: dict[str, Callable[[Tensor], Integers]] = {
     "Q5_K": _k_integers(_q5_codes),
     "Q6_K": _q6_integers,
     "MXFP4": _mxfp4_integers,
+    **{name: _point_integers(points) for name, points in _POINTS.items()},
 }

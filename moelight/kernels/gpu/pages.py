@@ -220,7 +220,7 @@ def _check_forms(forms: Mapping[str, MatrixForm], activation: Activation, sides:
     if forms.get("up", first) != first:
         raise ValueError("up: must be stored as gate_up is")
     for name, rounded in zip(("gate_up", "down"), sides, strict=True):
-        if (reason := forms[name].stored.int8_reason if is_rounded(rounded) else None) is not None:
+        if (reason := forms[name].stored.gpu_int8_reason if is_rounded(rounded) else None) is not None:
             raise ValueError(f"{name}: {reason}")
         if forms[name].stored.unpacker is None:
             raise ValueError(f"{name}: is {forms[name].stored.cpu_reason}")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from moelight.formats.format import Format
 from moelight.models.graph.weights import GraphWeightMap
 from moelight.profiles.model import ModelProfile
-from moelight.profiles.quantization import kept_matrices
+from moelight.profiles.quantization import cpu_integers_of, kept_matrices
 from moelight.profiles.stored import StoredWeights
 from moelight.profiles.tensor_list import page_shapes
 from moelight.weights.page_layout import parameter_of
@@ -46,7 +46,8 @@ def with_stored_weights(profile: ModelProfile, weights: GraphWeightMap, kind: st
     experts = () if profile.dense else pages.layouts
     pairs = [(layout.parts["gate_up"], layout.parts["up"]) for layout in experts if "up" in layout.parts]
     apart = any(gate.stored != up.stored for gate, up in pairs)
-    stored = replace(stored, mixed=stored.mixed or apart, repacked_bytes=pages.turned_bytes)
+    alone = cpu_integers_of(counted)
+    stored = replace(stored, mixed=stored.mixed or apart, repacked_bytes=pages.turned_bytes, cpu_integers=alone)
     return replace(profile, stored=stored)
 
 
