@@ -48,11 +48,11 @@ test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 thorough: $(STAMP)  ## run the tests that `make test` leaves out because they take long, the exhaustive ones too
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'thorough or exhaustive' $(ARGS)
+	MOELIGHT_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'thorough or exhaustive' $(ARGS)
 
 # At once, so that packages are imported and tests collected once.
 ci: $(STAMP)  ## run the tests of `make test` and those of `make thorough` that are not exhaustive, as CI does
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not exhaustive and not large' $(ARGS)
+	MOELIGHT_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not exhaustive and not large' $(ARGS)
 
 compiled: $(STAMP)  ## compile the GPU's programs for six cards, as far as they changed, and record them; CARDS='80,90' for some, ARGS=--anew all
 	env -u TRITON_INTERPRET TRITON_ALWAYS_COMPILE=1 $(BIN)/python -W ignore -m tests.kernels.compile_gpu $(or $(CARDS),75,80,86,89,90,100) whole --record $(ARGS)
