@@ -277,6 +277,7 @@ def test_a_plan_fits_the_terminal_and_says_everything(width: int) -> None:
     assert "disk" not in words
 
 
+@pytest.mark.usefixtures("unproved")
 def test_a_plan_uses_what_is_allowed_and_nothing_else() -> None:
     question = ("--hw", "t4", "--model", "mixtral", *ONE_ORDER)
     plain, cached, experts = (
@@ -304,6 +305,7 @@ def test_what_is_allowed_is_said_once(options: tuple[str, ...], message: str) ->
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.usefixtures("unproved")
 def test_the_measured_quality_is_beside_the_speed(tmp_path: Path) -> None:
     for file in ("config.json", "generation_config.json"):
         (tmp_path / file).write_bytes((DEMO / file).read_bytes())

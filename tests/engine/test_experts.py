@@ -44,6 +44,7 @@ from moelight.runtime.machine import LANE_KINDS
 from moelight.runtime.microbatch import require
 from moelight.scheduler.layout import EXPERT_PLACES
 from moelight.scheduler.requirements import misfit
+from tests.cases import covering, thorough
 from tests.engines import Tiny, all_pairs, in_turn
 from tests.shapes import examples, small_model, small_policy
 
@@ -162,7 +163,10 @@ def test_every_machine(tiny: Tiny, devices: str, lanes: str, monkeypatch: pytest
         assert tokens_of(engine) == truth(model)
 
 
-@pytest.mark.parametrize(("family", "devices", "mode"), all_pairs(MODELS, ["split, host", "split, both"], MODES))
+BY_MODE = all_pairs(MODELS, ["split, host", "split, both"], MODES)
+
+
+@pytest.mark.parametrize(("family", "devices", "mode"), thorough(BY_MODE, but=covering(BY_MODE)))
 def test_every_mode(family: str, tiny: Tiny, devices: str, mode: str) -> None:
     """Of what is missing the CPU computes nothing, everything that lies in its memory, or what is sooner there."""
     model, computed = tiny(family, **MODELS[family]), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from moelight.paging.slots import SlotTable
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import device_peak, find_machine
 from moelight.weights.tensor_map import open_checkpoint
+from tests.cases import covering, thorough
 from tests.engines import Tiny, least_memory
 
 PROMPTS = [[65 + n] * (1 + 7 * n % 40) for n in range(11)]
@@ -122,8 +124,10 @@ def test_a_real_device_takes_what_was_announced(tiny: Tiny, attention: str) -> N
         assert engine.stats.device_peak_bytes == peak.reserved
 
 
-@pytest.mark.parametrize("device", LANES)
-@pytest.mark.parametrize("lanes", ["auto", "inline", "threads"])
+BY_LANES = [*product(LANES, ("auto", "inline", "threads"))]
+
+
+@pytest.mark.parametrize(("device", "lanes"), thorough(BY_LANES, but=covering(BY_LANES)))
 def test_every_lane_of_the_machine_has_its_figures(model: Path, device: str, lanes: str) -> None:
     policy = Policy(
         model=str(model),

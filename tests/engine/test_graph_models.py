@@ -55,7 +55,7 @@ ORDERED = ("gpt_oss", "deepseek_v2", "qwen3_next")
 
 
 @pytest.mark.parametrize(
-    ("family", "order"), thorough(product(ORDERED, ORDERS_BY_NAME), but=[*zip(cycle(ORDERED), ORDERS_BY_NAME)])
+    ("family", "order"), thorough(product(ORDERED, ORDERS_BY_NAME), but=[*zip(cycle(ORDERED), ORDERS_BY_NAME)][::2])
 )
 def test_every_order_gives_the_same_tokens(family: str, order: str, checkpoints: Any) -> None:
     directory, expected = checkpoints(family)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moelight.core.schedule import Page
 from moelight.engine.engine import Engine
 from moelight.hrm.footprint import footprint
 from moelight.profiles.workload import Workload
+from tests.cases import covering, thorough
 from tests.engines import Tiny, forced, relative
 from tests.tiny import FAMILIES
 
@@ -77,7 +79,7 @@ def assert_close_to_float32(model: Path, limit: float, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("orders", [ORDERS, ON_DEVICE, BESIDE], ids=["attention on the host", "on the device", "split"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thorough(FAMILIES, but=["olmoe"]))
 def test_every_order_gives_the_same_tokens(family: str, orders: dict[str, dict[str, Any]], tiny: Tiny) -> None:
     model = tiny(family, dtype="bfloat16")
     devices = {"attention_device": "gpu"} if orders is ON_DEVICE else {}
@@ -89,7 +91,7 @@ def test_every_order_gives_the_same_tokens(family: str, orders: dict[str, dict[s
     assert len(set(first)) == len(SEQUENCES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thorough(FAMILIES, but=["mixtral"]))
 def test_it_is_finer_than_bfloat16(family: str, tiny: Tiny) -> None:
     """The median error of logits against float32, where routers choose all experts and so cannot differ."""
     model = tiny(family, dtype="bfloat16", num_experts_per_tok=6)
@@ -154,8 +156,10 @@ def test_hidden_states_may_leave_the_range_of_float16(tiny: Tiny, tmp_path: Path
         assert_close_to_float32(model, 2e-2, **options)
 
 
-@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
-@pytest.mark.parametrize("attention", ["cpu", "gpu"])
+MATRICES = [*product(("cpu", "gpu"), ("q_proj", "k_proj", "v_proj", "o_proj"))]
+
+
+@pytest.mark.parametrize(("attention", "name"), thorough(MATRICES, but=covering(MATRICES)))
 def test_activations_beyond_float16_are_errors_that_name_the_layer(
     name: str, attention: str, tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -64,21 +64,19 @@ def test_a_native_family_gives_the_tokens_of_transformers(family: str, tiny: Tin
     assert tokens(directory, weights=STREAMED) == greedy(directory)
 
 
-@pytest.mark.parametrize("family", thorough((*GRAPHS, *DENSE), but=("gpt_oss", "deepseek_v2", "qwen3_next", "gemma2")))
+@pytest.mark.parametrize("family", thorough((*GRAPHS, *DENSE), but=("gpt_oss", "qwen3_next", "gemma2")))
 def test_a_module_graph_gives_the_tokens_of_transformers(family: str, checkpoints: Any) -> None:
     directory, expected = checkpoints(family)
     assert tokens(directory, weights=STREAMED) == first(expected)
 
 
-@pytest.mark.parametrize(
-    "name", thorough(METHODS, but=("gptq int4 ordered", "awq", "fp8 blocks", "int4 zero points", "mxfp4"))
-)
+@pytest.mark.parametrize("name", thorough(METHODS, but=("gptq int4 ordered", "fp8 blocks", "mxfp4")))
 def test_a_quantised_checkpoint_gives_the_tokens_of_its_numbers(name: str, tiny: Tiny, tmp_path: Path) -> None:
     quantised, values = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS[name])
     assert tokens(quantised, weights=STREAMED) == tokens(values, weights=RESIDENT)
 
 
-@pytest.mark.parametrize("name", BUT_ATTENTION)
+@pytest.mark.parametrize("name", thorough(BUT_ATTENTION, but=["int4"]))
 def test_a_graph_runs_from_quantised_pages(name: str, checkpoints: Any, tmp_path: Path) -> None:
     quantised, values = quantise(checkpoints("deepseek_v2")[0], tmp_path, but_attention(name))
     assert tokens(quantised, weights=STREAMED) == tokens(values, weights=RESIDENT)
@@ -91,7 +89,7 @@ def test_stacks_of_gpt_oss_run_as_they_are_released(checkpoints: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("architecture", "experts"),
-    thorough([*OF_EACH, ("gpt-oss", "Q8_0")], but=[*OF_EACH[::3]]),
+    thorough([*OF_EACH, ("gpt-oss", "Q8_0")], but=[*OF_EACH[::4]]),
 )
 def test_a_gguf_file_gives_the_tokens_of_its_numbers(architecture: str, experts: str, tmp_path: Path) -> None:
     path, values = tmp_path / "tiny.gguf", tmp_path / "numbers"
