@@ -38,6 +38,7 @@ SIDEWAYS = {
     ("cli", "integrations"),
 }
 # The longest chain of imports within a package that is kept short, those inside functions apart.
+WEIGHTS = {"Matrix", "StoredWeight", "Format"}  # types in which weights are held
 MAX_LEVELS = {"kernels": 6}
 TORCH_FREE = 3  # the highest layer that imports none of these
 TENSOR_LIBRARIES = {"torch", "transformers", "accelerate", "triton", "torchvision", "intel_extension_for_pytorch"}
@@ -251,6 +252,18 @@ def test_no_function_body_is_longer_than_a_page(trees: Trees) -> None:
                 if lines > MOST_LINES:
                     result[f"{path.relative_to(PACKAGE)}: {node.name}"] = lines
     assert not result
+
+
+def test_few_places_ask_how_a_weight_is_held(trees: Trees) -> None:
+    """All others take a matrix and ask its format."""
+    asked = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
+        if any(isinstance(part, ast.Name) and part.id in WEIGHTS for part in ast.walk(node.args[1]))
+    ]
+    assert len(asked) <= 10, asked
 
 
 def test_benchmarks_of_one_kind_are_sections_of_a_script() -> None:

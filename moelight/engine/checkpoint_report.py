@@ -28,7 +28,6 @@ from moelight.weights.source import GGUF, IgnoredTensor
 from moelight.weights.tensor_map import OpenCheckpoint, open_needed
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_STACKED = "_blocks"
 _T = TypeVar("_T")
 
 

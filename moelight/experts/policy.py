@@ -15,7 +15,6 @@ STRATEGIES = ("none", "affinity", "history", "lookahead", "previous", "frequency
 MODES = ("gpu_only", "cpu_fallback", "hybrid")
 ALLOCATIONS = ("uniform", "entropy")
 METRICS = ("hit_rate", "eviction_rate")
-CAPACITY_UNITS = ("slots", "percent", "bytes")
 PRESSURE_THRESHOLD = 0.9  # of the memory budget, if the policy gives none
 
 

@@ -27,7 +27,15 @@ from moelight.kernels import arguments, native, quantized
 from moelight.kernels.activations import Activation, activation_of
 from moelight.kernels.arguments import FLOATS, as_dlpack, check_tensor, lend, stored
 from moelight.kernels.caching_allocator import RESULTS
-from moelight.kernels.matrices import Weight, Weights, as_matrix, check_integers, lend_weight, multiply, parts_checked
+from moelight.kernels.matrices import (
+    Weight,
+    Weights,
+    as_matrix,
+    check_integers,
+    lend_weight,
+    multiply,
+    parts_checked,
+)
 
 Tensors = Sequence[Tensor | None]
 _BIASES = ("gate_up_bias", "up_bias", "down_bias")
@@ -193,13 +201,13 @@ def export(name: str, tensors: Weights) -> list[object]:
 
 def _check_sizes(dtype: torch.dtype, weight_dtype: torch.dtype | Format, **sizes: object) -> tuple[int, int]:
     """Check the sizes of a workspace; return the extension's numbers of the dtypes of tokens and weights."""
-    quantized = isinstance(weight_dtype, Format)
+    quantised = weight_dtype not in FLOATS
     for name, value, allowed in (("dtype", dtype, FLOATS), ("weight_dtype", weight_dtype, FLOATS)):
-        if value not in allowed and not (name == "weight_dtype" and quantized):
+        if value not in allowed and not (name == "weight_dtype" and isinstance(value, Format)):
             raise ValueError(f"{name}: must be one of {', '.join(map(str, allowed))}, is {value}")
     for name, size in sizes.items():
         arguments.check_integer(name, size, 0 if name == "tokens" else 1, (1 << 31) - 1)
-    return FLOATS.index(dtype), len(FLOATS) if isinstance(weight_dtype, Format) else FLOATS.index(weight_dtype)
+    return FLOATS.index(dtype), len(FLOATS) if quantised else FLOATS.index(weight_dtype)
 
 
 def _check_experts(

@@ -38,13 +38,21 @@ def floats_of(stack: Stack) -> Tensor | None:
     return None if stack[0].stored.is_quantised else stack[0].tensors[VALUES]
 
 
-def as_matrix(name: str, weight: object) -> Matrix[Tensor]:
-    """``weight``, or of a tensor [R, C] of floats the matrix; raises ValueError that names ``name``."""
+def as_matrix(
+    name: str, weight: object, device: torch.device | None = arguments.CPU, *, gap: bool = True
+) -> Matrix[Tensor]:
+    """``weight``, or of a tensor [R, C] of floats, which `check_tensor` accepts, the matrix; raises ValueError that
+    names ``name``."""
     if isinstance(weight, Matrix):
         return weight
-    tensor = arguments.check_dense(name, weight)
-    check_tensor(name, upright(tensor), FLOATS, (None, None))
+    tensor = arguments.check_dense(name, weight, device)
+    check_tensor(name, upright(tensor), FLOATS, (None, None), device=device, gap=gap)
     return stack_of(tensor)[0]
+
+
+def matrix_of(weight: Weight) -> Matrix[Tensor]:
+    """`as_matrix` of a weight that has been checked."""
+    return weight if isinstance(weight, Matrix) else stack_of(weight)[0]
 
 
 def upright(tensor: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ Legend: R rows (outputs), C columns (inputs), T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_map
 
 from moelight.formats.matrix import Matrix
@@ -90,8 +90,7 @@ class StoredWeight(Tensor):
             return linear_stored(rows, weight, *bias).view(*x.shape[:-1], weight.sizes[0])
         if func in (functional.embedding, torch.embedding):
             indices, weight = args[:2] if func is functional.embedding else args[1::-1]
-            if isinstance(weight, StoredWeight):
-                return weight.rows(indices)
+            return weight.rows(indices)  # nobody's indices are weights
         named = dict(kwargs or {})
         if getattr(func, "__name__", "") not in _OF_THE_TENSOR:
             args, named = tree_map(_unpacked, (tuple(args), named))
@@ -107,6 +106,16 @@ class StoredWeight(Tensor):
             return StoredWeight.of(weight.stack, weight.dtype, weight.activations)
         args, kwargs = tree_map(_unpacked, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def as_parameter(tensor: Tensor) -> Tensor:
+    """``tensor`` as modules of torch hold their weights."""
+    return tensor if isinstance(tensor, StoredWeight) else Parameter(tensor, requires_grad=False)
+
+
+def stored_of(weights: Iterable[Tensor]) -> list[StoredWeight]:
+    """Those of ``weights`` that stay as they are stored."""
+    return [weight for weight in weights if isinstance(weight, StoredWeight)]
 
 
 def _unpacked(value: Any) -> Any:

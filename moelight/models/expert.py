@@ -16,7 +16,7 @@ from torch.nn import functional
 from moelight.formats.experts import MATRICES
 from moelight.kernels.activations import SILU, Activation
 from moelight.kernels.layer import BoundExperts
-from moelight.kernels.matrices import Weight
+from moelight.kernels.matrices import Weight, floats_of, matrix_of
 from moelight.kernels.products import Workspace, feed_forward, linear
 from moelight.kernels.quantized import dense_values
 from moelight.kernels.reference import gate_and_up
@@ -42,9 +42,9 @@ class Expert:
     @property
     def floats(self) -> tuple[Tensor, Tensor] | None:
         """``gate_up`` and ``down``, if they are floats by rows, gate and up one after the other, without biases."""
-        wide, narrow = self.gate_up, self.down
         alone = self.up is None and self.gate_up_bias is None and self.down_bias is None and not self.interleaved
-        if not (alone and isinstance(wide, Tensor) and isinstance(narrow, Tensor)):
+        wide, narrow = (floats_of((matrix_of(weight),)) for weight in (self.gate_up, self.down))
+        if not alone or wide is None or narrow is None:
             return None
         return (wide, narrow) if wide.is_contiguous() and narrow.is_contiguous() else None
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moelight.formats.experts import MATRICES
-from moelight.formats.matrix import Matrix
 from moelight.hrm.costs import EXPERT_ROWS
 from moelight.kernels import native
 from moelight.kernels.activations import SILU, Activation
@@ -23,7 +22,7 @@ from moelight.kernels.gpu import routing as gpu_routing
 from moelight.kernels.gpu import serving
 from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
-from moelight.kernels.matrices import Weight
+from moelight.kernels.matrices import Weight, matrix_of
 from moelight.kernels.products import Workspace, padded_rows
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
@@ -64,7 +63,7 @@ def grouped_pages(
 ) -> ExpertTable | None:
     """The pages of ``experts``, if the grouped kernels compute with them where they are, on rows of ``dtype`` and by
     all of the layers' ``activations``; else None. Waits for the device: called at loading."""
-    first = next((tensor for expert in experts for tensor in _tensors(expert.gate_up)), None)
+    first = next((tensor for expert in experts for tensor in matrix_of(expert.gate_up).tensors.values()), None)
     if first is None or not Device(first.device).cuda or not serving.serves(first.device, dtype)[0]:
         return None
     return table_of(experts, activations)
@@ -77,22 +76,17 @@ def table_of(experts: Sequence[Expert], activations: Sequence[Activation | None]
         return None
     arguments = expert_arguments(experts)
     matrices = [weight for name in MATRICES for weight in arguments.get(name, ())]
-    if any(tensor.data_ptr() % ALIGNMENT_BYTES for weight in matrices for tensor in _tensors(weight)):
+    if any(tensor.data_ptr() % ALIGNMENT_BYTES for weight in matrices for tensor in matrix_of(weight).tensors.values()):
         return None
-    if "up" in arguments and _stored_as(experts[0].gate_up) != _stored_as(experts[0].up):
+    if (up := experts[0].up) is not None and _stored_as(experts[0].gate_up) != _stored_as(up):
         return None
     return ExpertTable.of(**arguments, activation=present[0])
 
 
-def _tensors(weight: Weight) -> Sequence[Tensor]:
-    return list(weight.tensors.values()) if isinstance(weight, Matrix) else [weight]
-
-
-def _stored_as(weight: Weight | None) -> object:
+def _stored_as(weight: Weight) -> object:
     """Return the properties that gate and up must share for the grouped kernels."""
-    if not isinstance(weight, Matrix):
-        return None if weight is None else weight.dtype
-    return weight.stored, [tensor.dtype for tensor in weight.tensors.values()]
+    matrix = matrix_of(weight)
+    return matrix.stored, [tensor.dtype for tensor in matrix.tensors.values()]
 
 
 def _natively(x: Tensor, function: ExpertFunction) -> bool:

@@ -25,7 +25,7 @@ from moelight.kernels.arguments import FLOATS, check_tensor
 from moelight.kernels.device import compute_capability, on_host
 from moelight.kernels.formats.ggml import points_on
 from moelight.kernels.gpu import tiles
-from moelight.kernels.matrices import INT8, Weights, is_rounded, parts_checked, stack_of, upright
+from moelight.kernels.matrices import INT8, Weights, as_matrix, is_rounded, parts_checked, upright
 
 # Rows of a matrix in the table of addresses; in place of scales a format may have a codebook.
 TENSORS = ("codes", "scales", "zero points", "order", "bias")
@@ -243,13 +243,7 @@ def _matrices(name: str, weights: Any) -> list[Matrix[Tensor] | None]:
 
 
 def _matrix(name: str, weight: Any) -> Matrix[Tensor]:
-    if isinstance(weight, Tensor):
-        check_tensor(name, upright(weight), FLOATS, (None, None), device=None, gap=False)
-        (matrix,) = stack_of(weight)
-    elif isinstance(weight, Matrix):
-        matrix = parts_checked(name, weight, None)
-    else:
-        raise ValueError(f"{name} must be a matrix, is {type(weight).__name__}")
+    matrix = parts_checked(name, as_matrix(name, weight, None, gap=False), None)
     for part, tensor in matrix.tensors.items():
         if tensor.data_ptr() % ALIGNMENT_BYTES or tensor.nbytes > _MAX_BYTES:
             raise ValueError(

@@ -33,7 +33,7 @@ from moelight.kernels.norm import cpu_rms_norm, finish_heads
 from moelight.kernels.products import Joined, linear, linear_of_all
 from moelight.kernels.reference import rms_norm as plain_norm
 from moelight.kernels.reference import rotate as plain_rotation
-from moelight.kernels.stored_weight import StoredWeight, served, widens
+from moelight.kernels.stored_weight import served, stored_of, widens
 from moelight.models.graph.effects import Attend, Ended, LayersPassed
 from moelight.models.graph.families import ATTENTION
 from moelight.models.graph.forwards import CACHES
@@ -272,7 +272,7 @@ def _projection(products: Sequence[nn.Module], dtype: torch.dtype) -> LayerProdu
     biases = [product._parameters["bias"] for product in products]
     if any(weight.dtype != dtype or not native.on_cpu(weight) for weight in weights):
         return None
-    stored = [weight for weight in weights if isinstance(weight, StoredWeight)]
+    stored = stored_of(weights)
     if not stored:
         joined = as_one_matrix(*weights) if biases == [None] * len(biases) else None
         return (
@@ -303,7 +303,7 @@ def _experts(block: FeedForward, dtype: torch.dtype) -> tuple[BoundExperts, bool
     weights, activation = [*inward, outward], activation_of(block.activation)
     if any(weight.dtype != dtype or not native.on_cpu(weight) for weight in weights):
         return None
-    stored = [weight for weight in weights if isinstance(weight, StoredWeight)]
+    stored = stored_of(weights)
     if not stored:
         both = inward[0] if len(inward) == 1 else as_one_matrix(*inward)
         if not isinstance(both, Tensor):

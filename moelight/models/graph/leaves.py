@@ -31,7 +31,7 @@ from moelight.kernels.norm import cpu_rms_norm, cpu_rotate, rms_norm, rms_norm_m
 from moelight.kernels.products import Joined, feed_forward_stored, linear, linear_of_all, parts
 from moelight.kernels.reference import rms_norm as plain_norm
 from moelight.kernels.reference import rotate as plain_rotation
-from moelight.kernels.stored_weight import StoredWeight
+from moelight.kernels.stored_weight import stored_of
 from moelight.models.graph.forwards import calling, undecorated
 
 Forward = Callable[[Tensor], Tensor]
@@ -341,12 +341,12 @@ class FeedForward:
         inward, down = self.weights
         if not native.on_cpu(x) or not native.available() or down.dtype != x.dtype:
             return self._original(x)
-        stored = [weight for weight in (*inward, down) if isinstance(weight, StoredWeight)]
+        stored = stored_of((*inward, down))
         if len(stored) > len(inward):
             result = feed_forward_stored(_rows(x), stored[:-1], stored[-1], activation=self.activation)
             return self._original(x) if result is None else result.view(x.shape)
         gate_up = inward[0] if len(inward) == 1 else as_one_matrix(*inward)
-        if not isinstance(gate_up, Tensor) or isinstance(down, StoredWeight):
+        if stored or not isinstance(gate_up, Tensor):
             return self._original(x)
         rows = _rows(x)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -359,7 +359,7 @@ class FeedForward:
 def as_one_matrix(*matrices: Tensor) -> Joined | None:
     """matrices [I, H], of any I, as one view [sum of I, H], if they lie so; those that are kept as they are stored as
     they are."""
-    stored = [matrix for matrix in matrices if isinstance(matrix, StoredWeight)]
+    stored = stored_of(matrices)
     if stored:
         return stored if len(stored) == len(matrices) else None
     for one, other in pairwise(matrices):

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from moelight.core.errors import ConfigError, MoelightError, quoted
 from moelight.kernels import native
 from moelight.kernels.arguments import one_thread_for_torch
-from moelight.kernels.stored_weight import StoredWeight
+from moelight.kernels.stored_weight import as_parameter
 from moelight.models.graph.delta import DeltaModule, delta_module
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, LayersPassed, MixerPassed
 from moelight.models.graph.families import (
@@ -472,8 +472,8 @@ def binding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Callable[[], No
     places = []
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
-        parameter: Any = tensor if isinstance(tensor, StoredWeight) else nn.Parameter(tensor, requires_grad=False)
-        places.append((module.get_submodule(path)._parameters, leaf, parameter))
+        parameters: dict[str, Any] = module.get_submodule(path)._parameters
+        places.append((parameters, leaf, as_parameter(tensor)))
 
     def bind() -> None:
         for owner, leaf, parameter in places:

@@ -25,7 +25,7 @@ from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.formats.registry import SUFFIXES
 from moelight.hrm.costs import TENSOR_ALIGNMENT
-from moelight.kernels.stored_weight import StoredWeight
+from moelight.kernels.stored_weight import StoredWeight, as_parameter
 from moelight.models.graph.families import ExpertForm
 from moelight.profiles.quantization import Kept
 from moelight.weights.boxes import Box, NotMovedError, Tiled, TiledTensor, UnequalError
@@ -865,7 +865,7 @@ def _read(reader: TensorReader, box: Box, target: Tensor, common: torch.dtype) -
 
 def _place(module: nn.Module, names: Sequence[str], view: Tensor) -> None:
     """Make ``view`` the parameter or buffer called ``names``."""
-    parameter = view if isinstance(view, StoredWeight) else nn.Parameter(view, requires_grad=False)
+    parameter = as_parameter(view)
     for name in names:
         path, _, key = name.rpartition(".")
         owner = module.get_submodule(path)
