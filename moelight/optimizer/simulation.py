@@ -174,7 +174,7 @@ class SimulationSetup:
 
     def _built(self, schedule: str, loads: Sequence[MicroBatchLoad], prefetched: int) -> Schedule:
         tokens, routed_only = sum(load.tokens for load in loads), self._routed_only(schedule, loads)
-        in_place = not (self._layout.discrete or routed_only or self.model.layers)  # a module graph has phases alone
+        in_place = not (self._layout.discrete or routed_only or self.model.layers)  # of a module graph not known here
         shape = PassShape(
             micro_batches=tuple(map(self._shape, loads)),
             prefetched=prefetched,

@@ -312,7 +312,7 @@ def _experts(block: FeedForward, dtype: torch.dtype) -> tuple[BoundExperts, bool
     if len(stored) < len(weights):
         return None
     (gate, *up), (down, *more) = (matrix for weight in stored[:-1] for matrix in weight.stack), stored[-1].stack
-    if len(up) > 1 or more or any(matrix.stored != gate.stored for matrix in up):
+    if len(up) > 1 or more:
         return None
     by = stored[-1].activations
     sides = served(by, gate, *up), served(by, down)
