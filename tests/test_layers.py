@@ -266,6 +266,17 @@ def test_few_places_ask_how_a_weight_is_held(trees: Trees) -> None:
     assert len(asked) <= 10, asked
 
 
+def test_few_places_ask_whether_a_matrix_is_quantised(trees: Trees) -> None:
+    """A format answers what it is asked, floats too."""
+    asked = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "is_quantised"
+    ]
+    assert len(asked) <= 6, asked
+
+
 def test_benchmarks_of_one_kind_are_sections_of_a_script() -> None:
     """What they share is in `benchmarks/runner/`."""
     assert len(list((PACKAGE.parent / "benchmarks").glob("*.py"))) <= 15

@@ -32,6 +32,7 @@ from moelight.kernels.matrices import (
     Weights,
     as_matrix,
     check_integers,
+    floats_of,
     lend_weight,
     multiply,
     parts_checked,
@@ -63,8 +64,8 @@ def cpu_linear(
     arguments.check_threads(threads)
     tokens, inputs = check_tensor("x", x, FLOATS, (None, None))
     matrix = _check_weight("weight", weight, (None, inputs))
-    if not matrix.stored.is_quantised:
-        check_tensor("weight", quantized.dense_values(matrix, x.dtype), FLOATS, matrix.shape)
+    if (floats := floats_of((matrix,))) is not None:
+        check_tensor("weight", floats, FLOATS, matrix.shape)
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (matrix.rows,))
     check_integers("weight", activations, weight)

@@ -67,8 +67,8 @@ def lend_weight(name: str, weight: Weight) -> object:
     if not isinstance(weight, Matrix):
         return as_dlpack(name, weight)
     form, parts = weight.stored, weight.tensors
-    if not form.is_quantised:
-        return as_dlpack(name, parts[VALUES])
+    if (floats := floats_of((weight,))) is not None:
+        return as_dlpack(name, floats)
     lent: list[object] = [None] * 4
     needed = (True, True, form.has_offsets, form.order)
     for index, suffix in enumerate(form.names):

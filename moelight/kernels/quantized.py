@@ -32,7 +32,6 @@ from moelight.kernels.formats.reference import WholeNumbers
 from moelight.kernels.formats.table import reference_of
 from moelight.kernels.matrices import (
     INT8,
-    VALUES,
     Stack,
     Weight,
     Weights,
@@ -63,8 +62,8 @@ def dense_values(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The values [R, C] of ``weight``: as ``dtype``, those of floats as they are."""
     if isinstance(weight, Tensor):
         return weight
-    if not weight.stored.is_quantised:
-        return weight.tensors[VALUES]
+    if (floats := floats_of((weight,))) is not None:
+        return floats
     out = torch.empty(weight.shape, dtype=dtype, device=next(iter(weight.tensors.values())).device)
     for begin, block in row_blocks(weight):
         out[begin : begin + len(block)].copy_(block)
@@ -84,7 +83,7 @@ def cpu_dequantize(
     threads, extension = arguments.check_threads(threads), native.extension()
     if out is not None:
         check_tensor("out", out, dtype, matrix.shape)
-    if extension is None or not matrix.stored.is_quantised:
+    if extension is None or floats_of((matrix,)) is not None:
         values = dense_values(parts_checked("matrix", matrix), dtype).to(dtype)
         return values if out is None else out.copy_(values)
     out = torch.empty(matrix.shape, dtype=dtype) if out is None else out

@@ -51,6 +51,11 @@ class MatrixForm:
     bias: torch.dtype | None = None
     transposed: bool = False
 
+    @property
+    def floats(self) -> torch.dtype | None:
+        """The dtype of floats; None for a quantised format."""
+        return None if self.stored.is_quantised else self.dtype_of(0)
+
     def dtype_of(self, index: int) -> torch.dtype:
         """The dtype as which kernels load the codes (0) or scales (1); that of the codes if there are none."""
         names, dtypes = self.stored.names, dict(self.dtypes)
@@ -93,7 +98,7 @@ class ExpertTable:
     def floats(self) -> torch.dtype | None:
         """The dtype of all matrices if they are stored as floats of one; else None: their values are rounded to the
         dtype of the rows."""
-        dtypes = {form.dtype_of(0) if not form.stored.is_quantised else None for form in self.forms.values()}
+        dtypes = {form.floats for form in self.forms.values()}
         return dtypes.pop() if len(dtypes) == 1 else None
 
     @property
@@ -230,7 +235,7 @@ def _check_forms(forms: Mapping[str, MatrixForm], activation: Activation, sides:
     hidden, width = first.columns, first.rows // halves
     if (down.rows, down.columns) != (hidden, width):
         raise ValueError(f"down: must have shape [{hidden}, {width}], has [{down.rows}, {down.columns}]")
-    if not first.stored.is_quantised and not down.stored.is_quantised and first.dtype_of(0) != down.dtype_of(0):
+    if first.floats and down.floats and first.floats != down.floats:
         raise ValueError(f"down: must have the dtype of gate_up, {first.stored.name}, has {down.stored.name}")
     return width
 
