@@ -3,7 +3,8 @@
 That program is started at every turn, loads (which is not counted), and feeds random ids, not ours and not what it
 chose itself: its tokens cannot be compared, and all else can. A prompt's step gives the first new token, so it is asked
 for one token less. ``options``: ``bench`` (the program), ``gguf`` (the file), ``ubatch`` (most tokens in one step),
-``unified`` (one cache for all sequences, else each one's is a multiple of 256 tokens).
+``unified`` (one cache for all sequences, else each one's is a multiple of 256 tokens), ``repack`` (false: weights stay
+in the mapped file; some types are otherwise copied in another order, which a limit of memory may not have room for).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def load(task: Task) -> Generate:
         command = [task.options["bench"], "-m", task.options["gguf"], "-b", max(2048, step), "-ub", step]
         command += [item for pair in sizes.items() for item in pair]
         command += ["-kvu"] if task.options.get("unified") else []
+        command += [] if task.options.get("repack", True) else ["--no-repack"]
         done = subprocess.run(
             [*map(str, command), "--output-format", "jsonl"], check=True, stdout=subprocess.PIPE, text=True
         )

@@ -151,7 +151,7 @@ def _peer(setting: Setting, work: Work, name: str, limit: int) -> list[dict[str,
     short = _work(setting, setting.options["peer_batches"], setting.options["peer_new"])
     rows: list[dict[str, Any]] = []
     limited = None if name.startswith("accelerate") and not setting.options["limit_accelerate"] else limit
-    llamacpp = {"ubatch": setting.options["llamacpp_ubatch"], "unified": True}
+    llamacpp = {"ubatch": setting.options["llamacpp_ubatch"], "unified": True, "repack": False}
     with started(name, setting, short, limit=limited, **llamacpp) as one:
         if isinstance(one, str):
             return [{"peer": name, "absent": one}]
