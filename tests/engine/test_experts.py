@@ -120,7 +120,10 @@ def held(engine: Engine) -> int:
     return len(engine._experts.residency.residency.cache._leases)
 
 
-@pytest.mark.parametrize("eviction", [*((item,) for item in EVICTIONS), FALLBACK, ("slru", "score")], ids="|".join)
+BY_EVICTION = [((item,),) for item in EVICTIONS] + [(FALLBACK,), (("slru", "score"),)]
+
+
+@pytest.mark.parametrize("eviction", thorough(BY_EVICTION, but=[BY_EVICTION[0], *BY_EVICTION[-2:]]), ids="|".join)
 def test_every_eviction(tiny: Tiny, eviction: tuple[str, ...]) -> None:
     """Small passes exchange residents between whole ones; at the end nobody but the last layer's choice is held."""
     model = tiny("mixtral", **MODELS["mixtral"])
@@ -138,7 +141,10 @@ def test_every_eviction(tiny: Tiny, eviction: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("family", "strategy"),
-    [*(("mixtral", item) for item in STRATEGIES), ("qwen3_moe", "next_router"), ("qwen3_moe", "lookahead")],
+    thorough(
+        [*(("mixtral", item) for item in STRATEGIES), ("qwen3_moe", "next_router"), ("qwen3_moe", "lookahead")],
+        but=[("mixtral", "history"), ("mixtral", "next_router"), ("qwen3_moe", "lookahead")],
+    ),
 )
 def test_every_predictor(family: str, tiny: Tiny, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All guesses are acted on."""

@@ -26,10 +26,11 @@ from moelight.optimizer.explain import activations_text
 from moelight.optimizer.runnable import activation_faults
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.weights.load import LayerWeights, ModelWeights
+from tests.cases import thorough
 from tests.engine.graphs import STREAMED, tokens
 from tests.engines import Tiny
 from tests.weights.gguf_files import write_gguf
-from tests.weights.quantised import METHODS, quantise
+from tests.weights.quantised import METHODS, OF_EACH_FORMAT, quantise
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES: dict[str, Any] = {"batch_size": 3, "micro_batch_size": 2, "micro_batch_tokens": 16, "kv_tokens": 256}
@@ -51,7 +52,7 @@ def stacked(weights: ModelWeights) -> dict[str, Stack]:
     return {name: item for name, item in result.items() if floats_of(item) is None}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thorough(METHODS, but=OF_EACH_FORMAT))
 def test_attention_is_kept_as_every_method_stores_it(name: str, tiny: Tiny, tmp_path: Path) -> None:
     quantised, values = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS[name])
     plain, (selected, stored_bytes) = weights_of(values), weights_of(quantised)

@@ -32,7 +32,16 @@ from moelight.weights.load import PageReader
 from tests.cases import exhaustive, thorough
 from tests.engine.graphs import HOW, ORDERS_BY_NAME, SIZES, STREAMED, few_tokens, prompts, tokens
 from tests.engines import Tiny
-from tests.weights.quantised import BY_ROWS, METHODS, TORCHAO, Method, pack_mlx, quantise, quantise_stacks
+from tests.weights.quantised import (
+    BY_ROWS,
+    METHODS,
+    OF_EACH_FORMAT,
+    TORCHAO,
+    Method,
+    pack_mlx,
+    quantise,
+    quantise_stacks,
+)
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 RESIDENT = Shares(host=1.0)
@@ -55,7 +64,7 @@ def mixtral(tiny: Tiny) -> Path:
     return tiny("mixtral", intermediate_size=96, **SHAPE)
 
 
-@pytest.mark.parametrize("name", thorough(METHODS, but=METHODS.keys() - {"fp4"}))  # which differs from NF4 in its table
+@pytest.mark.parametrize("name", thorough(METHODS, but=OF_EACH_FORMAT))
 def test_tokens_are_those_of_the_numbers(name: str, mixtral: Path, tmp_path: Path) -> None:
     quantised, values = quantise(mixtral, tmp_path, METHODS[name])
     opened, wanted = open_model(str(quantised)), tokens(values, weights=RESIDENT)

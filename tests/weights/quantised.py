@@ -221,6 +221,8 @@ METHODS = {
     "llm int8": Method({"quant_method": "bitsandbytes", "load_in_8bit": True}, _llm_int8, _llm_int8_values),
     "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=GROUP),
 }
+# One for each row of `moelight.formats.registry.FORMATS` that they are stored in.
+OF_EACH_FORMAT = ("gptq int4 ordered", "awq", "fp8 blocks", "int4", "int8", "nvfp4", "mlx int4", "nf4", "mxfp4")
 
 # Methods whose matrices lie by columns, and the same numbers by rows.
 BY_ROWS = {"gptq int4": _packed(4), "gptq int8": _packed(8), "awq": _packed(4)}
