@@ -162,7 +162,7 @@ class UsualLayer:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states [1, T, H] -> [1, T, H]."""
         run = running()
-        if run.layers is not None and not args and self._passes(hidden_states, run.layers, **kwargs):
+        if run.layers is not None and not args and self._passes(hidden_states, run, run.layers, **kwargs):
             last = len(run.layers.parts) == run.layers.count
             return run.suspend(self.part, run.layers)[None] if last else hidden_states
         first, second = self.first._parameters["weight"], self.second._parameters["weight"]
@@ -201,17 +201,20 @@ class UsualLayer:
             return None
         return position_embeddings
 
-    def _passes(self, hidden: Tensor, layers: LayersPassed, **arguments: Any) -> bool:
-        """Pass the layer by, whose input ``hidden`` must be that of the first layer; False if it is not as usual."""
+    def _passes(self, hidden: Tensor, run: GraphRun, layers: LayersPassed, **arguments: Any) -> bool:
+        """Pass the layer by, whose input ``hidden`` must be that of the first layer; False if it is not as usual. What
+        comes with the angles of the layer before is not looked at again."""
         if layers.hidden is None:
             layers.hidden = hidden
         if hidden is not layers.hidden or self.attention.part._forward_hooks:
             return False
-        if (angles := self._angles(hidden, **arguments)) is None or not running().repeats(*angles):
-            return False
-        cos, sin = angles
-        if cos.shape != (1, hidden.shape[1], self.attention.like.q.shape[2]) or sin.shape != cos.shape:
-            return False
+        angles = arguments.get("position_embeddings")
+        if not layers.angles or angles is not layers.angles[-1]:
+            if (angles := self._angles(hidden, **arguments)) is None or not run.repeats(*angles):
+                return False
+            cos, sin = angles
+            if cos.shape != (1, hidden.shape[1], self.attention.like.q.shape[2]) or sin.shape != cos.shape:
+                return False
         layers.angles.append(angles)
         layers.parts.append(self)
         return True
