@@ -8,6 +8,7 @@ It takes the place of `moelight.kernels._native` before anything asks for it; pr
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 
 import pytest
@@ -22,6 +23,7 @@ def main(path: str, arguments: list[str]) -> int:
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     sys.modules[NAME] = extension
+    os.environ["MOELIGHT_EVERY_SERVER"] = "1"  # for `tests/kernels/conftest.py`
     return int(pytest.main(arguments))
 
 
