@@ -160,8 +160,9 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
         "head_dim": head_dim,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
-        "rope_parameters": rotary_of(keys, head_dim),
     }
+    if has("rope_parameters") and "rope_parameters" not in fields:
+        values["rope_parameters"] = rotary_of(keys, head_dim)
     if "num_key_value_heads" not in fields:
         values["num_key_value_heads"] = keys.get("attention.head_count_kv", heads)
     for key, names in FIELDS.items():
@@ -730,6 +731,25 @@ def _no_rope(keys: Metadata) -> dict[str, Any]:
     }
 
 
+def _minicpm3(keys: Metadata) -> dict[str, Any]:
+    """Files do not say the scales of embeddings, layers and logits, nor the width of values."""
+    rope, heads = keys.integer("rope.dimension_count", least=1), keys.integer("attention.head_count", least=1)
+    matrix = keys.file.tensors.get("blk.0.attn_output.weight")
+    width = keys.integer("embedding_length", least=1) if matrix is None else matrix.shape[1]
+    return {
+        "q_lora_rank": keys.integer("attention.q_lora_rank", least=1),
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank", least=1),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": keys.integer("attention.key_length", least=rope + 1) - rope,
+        "v_head_dim": width // heads,
+        "head_dim": rope,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "rope_parameters": rotary_of(keys, rope),
+    }
+
+
 def _minimax_m2(keys: Metadata) -> dict[str, Any]:
     _only(keys, "sigmoid", "sigmoid")
     return {"intermediate_size": keys.integer("expert_feed_forward_length", least=1)}
@@ -770,6 +790,12 @@ def _groups_of_experts(keys: Metadata) -> dict[str, Any]:
     }
 
 
+def _choosing(keys: Metadata) -> dict[str, Any]:
+    """The sizes of what chooses keys."""
+    sizes = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
+    return {name: keys.integer(f"attention.indexer.{key}", least=1) for name, key in sizes.items()}
+
+
 def _deepseek32(keys: Metadata) -> dict[str, Any]:
     keys.need("expert_gating_func")
     _only(keys, "sigmoid", "sigmoid")
@@ -777,32 +803,133 @@ def _deepseek32(keys: Metadata) -> dict[str, Any]:
         **_latent_attention(keys),
         **_groups_of_experts(keys),
         "mlp_layer_types": _routed(keys),
-        "index_n_heads": keys.integer("attention.indexer.head_count", least=1),
-        "index_head_dim": keys.integer("attention.indexer.key_length", least=1),
-        "index_topk": keys.integer("attention.indexer.top_k", least=1),
+        **_choosing(keys),
+    }
+
+
+_SQRT_SOFTPLUS = 4  # of expert_gating_func
+_COMPRESSED = {0: SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+
+
+def _deepseek4(keys: Metadata) -> dict[str, Any]:
+    """Layers by the number of positions whose keys are one; the first have experts that the token chooses."""
+    layers = layers_of(keys)
+    if (function := keys.integer("expert_gating_func")) != _SQRT_SOFTPLUS:
+        raise keys.error(f"{keys.name}.expert_gating_func {function} is not computed; known: 4 (sqrtsoftplus)")
+    ratios = keys.file.metadata.get(f"{keys.name}.attention.compress_ratios")
+    if not isinstance(ratios, list) or len(ratios) < layers or any(ratio not in _COMPRESSED for ratio in ratios):
+        raise keys.error(f"{keys.name}.attention.compress_ratios must be 0, 4 or 128 for each of {layers} layers")
+    hashed = keys.integer("hash_layer_count")
+    width, hidden = keys.integer("attention.key_length", least=1), keys.integer("embedding_length", least=1)
+    keys.only("attention.value_length", (width,), f"and keys have {width} numbers")
+    lanes = keys.integer("hyper_connection.count", least=1)
+    keys.only("embedding_length_out", (hidden * lanes,), f"and {lanes} lanes have {hidden * lanes} numbers")
+    share = {"partial_rotary_factor": keys.integer("rope.dimension_count", width, least=1) / width}
+    base, compressed = keys.number("rope.freq_base", 10000.0), rotary(keys, {})
+    if compressed["rope_type"] == "yarn":
+        compressed["attention_factor"] = 1.0
+    return {
+        "layer_types": [_COMPRESSED[ratio] for ratio in ratios[:layers]],
+        "mlp_layer_types": ["hash_moe" if layer < hashed else "moe" for layer in range(layers)],
+        "head_dim": width,
+        **share,
+        "scoring_func": "sqrtsoftplus",
+        "q_lora_rank": keys.integer("attention.q_lora_rank", least=1),
+        "o_groups": keys.integer("attention.output_group_count", least=1),
+        "o_lora_rank": keys.integer("attention.output_lora_rank", least=1),
+        **_choosing(keys),
+        **_lanes(keys),
+        "swiglu_limit": _limit(keys),
+        "rope_parameters": {
+            "main": {"rope_type": "default", "rope_theta": base, **share},
+            "compress": compressed | share | {"rope_theta": keys.number("attention.compress_rope_freq_base", base)},
+        },
     }
 
 
 _SHARED_INDEX = 1 << 20  # positions, from which on files without a key share the choice of keys among layers
 
 
+def _indexers(keys: Metadata, default: list[bool]) -> list[str]:
+    """``indexer_types``: whether each layer chooses keys of its own, or takes those of a layer before; ``default`` of a
+    file that does not say."""
+    name = f"{keys.name}.attention.indexer.types"
+    choose = keys.file.metadata.get(name, default)
+    if not isinstance(choose, list) or len(choose) < len(default) or any(type(entry) is not bool for entry in choose):
+        raise keys.error(f"{name} does not say of each layer whether it chooses keys of its own")
+    return ["full" if chooses else "shared" for chooses in choose[: len(default)]]
+
+
 def _glm_dsa(keys: Metadata) -> dict[str, Any]:
     _only(keys, "sigmoid", "sigmoid")
-    layers, name = layers_of(keys), f"{keys.name}.attention.indexer.types"
-    choose = keys.file.metadata.get(name)
-    if choose is None:
-        shared = keys.integer("context_length", least=1) >= _SHARED_INDEX
-        choose = [not shared or layer < 2 or layer % 4 == 2 for layer in range(layers)]
-    if not isinstance(choose, list) or len(choose) < layers or any(type(entry) is not bool for entry in choose):
-        raise keys.error(f"{name} does not say of each layer whether it chooses keys of its own")
+    shared = keys.integer("context_length", least=1) >= _SHARED_INDEX
+    default = [not shared or layer < 2 or layer % 4 == 2 for layer in range(layers_of(keys))]
     return {
         **_latent_attention(keys),
         **_groups_of_experts(keys),
+        **_choosing(keys),
         "mlp_layer_types": _routed(keys),
-        "index_n_heads": keys.integer("attention.indexer.head_count", least=1),
-        "index_head_dim": keys.integer("attention.indexer.key_length", least=1),
-        "index_topk": keys.integer("attention.indexer.top_k", least=1),
-        "indexer_types": ["full" if chooses else "shared" for chooses in choose[:layers]],
+        "indexer_types": _indexers(keys, default),
+    }
+
+
+def _lanes(keys: Metadata) -> dict[str, Any]:
+    """Hyper-connections that are balanced by rounds."""
+    return {
+        "hc_mult": keys.integer("hyper_connection.count", least=1),
+        "hc_sinkhorn_iters": keys.integer("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": keys.number("hyper_connection.epsilon", 1e-6),
+    }
+
+
+def _limit(keys: Metadata) -> Any:
+    """The limit of activations, of routed and of shared experts."""
+    limit = keys.need("swiglu_clamp_exp")
+    keys.only("swiglu_clamp_shexp", (limit,), f"and that of experts is {limit}")
+    return limit
+
+
+def _glm5_next(keys: Metadata) -> dict[str, Any]:
+    """Linear attention as Kimi's, and latent attention without rotations that chooses groups of keys."""
+    _only(keys, "sigmoid", "sigmoid")
+    keys.only("rope.dimension_count", (0,), "and nothing is rotated")
+    keys.only("attention.layer_norm_epsilon", (1e-6,), "and 1e-6 is computed")
+    attend, width = _mixers(keys), keys.integer("attention.key_length_mla", least=1)
+    return {
+        **_groups_of_experts(keys),
+        **_choosing(keys),
+        **_lanes(keys),
+        "layer_types": ["indexed_attention" if attends else "linear_attention" for attends in attend],
+        "mlp_layer_types": _routed(keys),
+        "indexer_types": _indexers(keys, [True] * len(attend)),
+        "index_kpool": keys.integer("attention.indexer.kpool", least=1),
+        "index_kpool_always_select_tail": keys.get("attention.indexer.kpool_select_tail", True),
+        "q_lora_rank": keys.integer("attention.q_lora_rank", least=1),
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank", least=1),
+        "qk_rope_head_dim": 0,
+        "qk_nope_head_dim": width,
+        "head_dim": 0,
+        "v_head_dim": keys.integer("attention.value_length_mla", least=1),
+        "num_key_value_heads": keys.integer("attention.head_count", least=1),
+        "linear_head_dim": keys.integer("kda.head_dim", least=1),
+        "linear_num_heads": keys.integer("attention.head_count", least=1),
+        "linear_lower_bound": keys.get("kda.gate_lower_bound"),
+        "swiglu_limit": _limit(keys),
+    }
+
+
+def _hy_v4(keys: Metadata) -> dict[str, Any]:
+    """As GLM's with a choice of keys among layers; a file without one attends to all keys."""
+    limit = keys.number("swiglu_clamp_exp", 0.0)
+    if not keys.get("attention.indexer.head_count"):
+        raise keys.error(f"{keys.name} without a choice of keys is not computed; use the checkpoint in safetensors")
+    return {
+        **_glm_dsa(keys),
+        "layer_types": ["indexed_attention"] * layers_of(keys),
+        "hc_mult": keys.integer("hyper_connection.count", least=1),
+        "hc_eps": keys.number("hyper_connection.epsilon", 1e-6),
+        "hc_magnitude": keys.number("hyper_connection.magnitude", 2.0),
+        "swiglu_limit": limit or math.inf,
     }
 
 
@@ -1024,6 +1151,40 @@ _LATENT_KEYS = (
     "leading_dense_block_count",
 )
 _INDEXER = tuple(f"attention.indexer.{key}" for key in ("head_count", "key_length", "top_k"))
+_HYPER = tuple(f"hyper_connection.{key}" for key in ("count", "epsilon", "sinkhorn_iterations"))
+_DEEPSEEK4 = (
+    *_INDEXER,
+    *_GATED,
+    "attention.compress_ratios",
+    "attention.compress_rope_freq_base",
+    "attention.output_group_count",
+    "attention.output_lora_rank",
+    "attention.q_lora_rank",
+    "attention.value_length",
+    "embedding_length_out",
+    "hash_layer_count",
+    *_HYPER,
+    "swiglu_clamp_exp",
+    "swiglu_clamp_shexp",
+)
+_CHOOSER = "model.layers.{layer}.self_attn.indexer"
+_COMPRESSOR = "model.layers.{layer}.self_attn.compressor"
+_COMPRESSOR_PARTS = {
+    "kv": "kv_proj.weight",
+    "gate": "gate_proj.weight",
+    "ape": "position_bias",
+    "norm": "kv_norm.weight",
+}
+_CONVOLUTION = {"model.layers.{layer}.self_attn.conv1d.weight": tuple(f"ssm_conv1d_{part}.weight" for part in "qkv")}
+# Of hyper-connections, between the lanes of hidden states.
+_LANES = {
+    **{
+        f"hc_{side}_{part}.weight": f"model.layers.{{layer}}.{side}_hc.{part}"
+        for side in ("attn", "ffn")
+        for part in ("fn", "base", "scale")
+    },
+    **{f"output_hc_{part}.weight": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")},
+}
 # kv_b, which files have as the keys' part of each head, transposed, and the values' part.
 _LATENT: Mapping[str, Any] = MappingProxyType(
     {
@@ -1059,6 +1220,29 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         "dbrx": GraphArchitecture(model_type="dbrx", more=_dbrx, keys=_DBRX),
         "deepseek32": GraphArchitecture(
             model_type="deepseek_v32", more=_deepseek32, keys=(*_LATENT_KEYS, *_INDEXER, *_GATED), **_LATENT
+        ),
+        "deepseek4": GraphArchitecture(
+            model_type="deepseek_v4",
+            more=_deepseek4,
+            keys=_DEEPSEEK4,
+            renamed={
+                "attn_sinks.weight": "model.layers.{layer}.self_attn.sinks",
+                "attn_q_a_norm.weight": "model.layers.{layer}.self_attn.q_a_norm.weight",
+                "attn_kv.weight": "model.layers.{layer}.self_attn.kv_proj.weight",
+                "attn_kv_a_norm.weight": "model.layers.{layer}.self_attn.kv_norm.weight",
+                "attn_output_a.weight": "model.layers.{layer}.self_attn.o_a_proj.weight",
+                "attn_output_b.weight": "model.layers.{layer}.self_attn.o_b_proj.weight",
+                "exp_probs_b.bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+                "ffn_gate_tid2eid.weight": "model.layers.{layer}.mlp.gate.tid2eid",
+                "indexer.proj.weight": f"{_COMPRESSOR}.indexer.scorer.weights_proj.weight",
+                "indexer.attn_q_b.weight": f"{_COMPRESSOR}.indexer.q_b_proj.weight",
+                **{
+                    f"{stored}_{end}.weight": f"{_COMPRESSOR}{inner}.{parameter}"
+                    for stored, inner in (("attn_compressor", ""), ("indexer_compressor", ".indexer"))
+                    for end, parameter in _COMPRESSOR_PARTS.items()
+                },
+                **_LANES,
+            },
         ),
         "dots1": GraphArchitecture(model_type="dots1", more=_sigmoid, keys=_GATED),
         "ernie4_5": GraphArchitecture(model_type="ernie4_5"),
@@ -1099,6 +1283,36 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             more=_glm_dsa,
             keys=(*_LATENT_KEYS, *_INDEXER, "attention.indexer.types", *_GATED),
             **_LATENT,
+        ),
+        "glm5-next": GraphArchitecture(
+            model_type="glm5_next",
+            more=_glm5_next,
+            keys=(
+                *_LATENT_KEYS,
+                *_INDEXER,
+                *_HYPER,
+                "attention.indexer.kpool",
+                "attention.indexer.kpool_select_tail",
+                "attention.indexer.types",
+                "attention.layer_norm_epsilon",  # 1e-6, of the norm of chosen keys
+                "kda.gate_lower_bound",
+                "kda.head_dim",
+                "swiglu_clamp_exp",
+                "swiglu_clamp_shexp",
+                *_GATED,
+            ),
+            negated_exp=("ssm_a",),
+            joined={**_LATENT["joined"], **_CONVOLUTION},
+            renamed={
+                "ssm_dt.bias": "model.layers.{layer}.self_attn.forget_gate.dt_bias",
+                "ssm_a": "model.layers.{layer}.self_attn.forget_gate.A_log",
+                **{
+                    f"indexer_compressor_{part}.weight": f"{_CHOOSER}.index_kpool_compress_{part}"
+                    for part in ("ape", "gate")
+                },
+                **_LANES,
+            },
+            orders=_LATENT["orders"],
         ),
         "glm4": GraphArchitecture(model_type="glm4"),
         "glm4moe": GraphArchitecture(model_type="glm4_moe", more=_sigmoid, keys=_GATED),
@@ -1147,6 +1361,26 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
         "hy_v3": GraphArchitecture(
             model_type="hy_v3", more=_hy_v3, keys=("expert_shared_feed_forward_length", "expert_weights_norm", *_GATED)
         ),
+        "hy_v4": GraphArchitecture(
+            model_type="hy_v4",
+            more=_hy_v4,
+            keys=(
+                *_LATENT_KEYS,
+                *_INDEXER,
+                "attention.indexer.types",
+                "hyper_connection.count",
+                "hyper_connection.epsilon",
+                "hyper_connection.magnitude",
+                "swiglu_clamp_exp",
+                *_GATED,
+            ),
+            renamed={
+                "attn_sinks.weight": "model.layers.{layer}.self_attn.sinks",
+                "attn_gate.weight": "model.layers.{layer}.self_attn.gate_proj.weight",
+                **_LANES,
+            },
+            **_LATENT,
+        ),
         "jamba": GraphArchitecture(model_type="jamba", more=_jamba, keys=_SSM, negated_exp=("ssm_a",)),
         "jais2": GraphArchitecture(model_type="jais2", more=_nemotron, keys=("attention.layer_norm_rms_epsilon",)),
         "kimi-linear": GraphArchitecture(
@@ -1155,10 +1389,7 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             keys=(*_LATENT_KEYS, "kda.head_dim", *_GATED),
             negated_exp=("ssm_a",),
             renamed={"ssm_dt.bias": "model.layers.{layer}.self_attn.dt_bias"},
-            joined={
-                **_LATENT["joined"],
-                "model.layers.{layer}.self_attn.conv1d.weight": tuple(f"ssm_conv1d_{part}.weight" for part in "qkv"),
-            },
+            joined={**_LATENT["joined"], **_CONVOLUTION},
             orders=_LATENT["orders"],
         ),
         "laguna": GraphArchitecture(
@@ -1182,6 +1413,9 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
             model_type="llama4_text", more=_llama4, keys=("interleave_moe_layer_step", "expert_feed_forward_length")
         ),
         "mellum": GraphArchitecture(model_type="mellum", more=_mellum, keys=("rope.freq_base_swa", *_PATTERN)),
+        "minicpm3": GraphArchitecture(
+            model_type="minicpm3", more=_minicpm3, keys=("attention.kv_lora_rank", "attention.q_lora_rank")
+        ),
         "minimax-m2": GraphArchitecture(
             model_type="minimax_m2", more=_minimax_m2, keys=("expert_feed_forward_length", *_GATED)
         ),
@@ -1313,12 +1547,8 @@ GRAPH_ARCHITECTURES: Mapping[str, GraphArchitecture] = MappingProxyType(
 # Architectures that are not read, whose models run from safetensors: their model_type, and what of files is not read.
 FROM_SAFETENSORS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "deepseek4": ("deepseek_v4", "hyper-connections, compressed keys, and experts that the token chooses"),
         "dots3note": ("dots3_note_text", "two kinds of latent attention, whose norms hold a scale that no key states"),
-        "glm5-next": ("glm5_next", "hyper-connections, and indexers of pooled keys"),
-        "hy_v4": ("hy_v4", "hyper-connections"),
-        "minicpm3": ("minicpm3", "scales of embeddings, residuals and logits, which llama.cpp's code fixes"),
-        "minimax-01": ("minimax", "linear attention under the names of MiniMax's own code"),
+        "minimax-01": ("minimax", "rotations of a share of each head, where transformers rotates all of it"),
         "muse-glimmer": ("muse_glimmer", "a factor of queries that is stored as the weights of a norm"),
         "qwen4exp": ("qwen4_exp_text", "hyper-connections, and hashes of n-grams that are metadata"),
     }

@@ -13,6 +13,7 @@ from moelight.formats.format import ITEM_BYTES
 from moelight.profiles.gguf import GGMLTensor
 from moelight.profiles.gguf_models import GGUFModel
 from moelight.profiles.quantization import expert_module
+from moelight.profiles.tensor_list import dense_tensors
 from moelight.weights.boxes import AssembledInfo, Tiled
 from moelight.weights.gguf_orders import keys_and_values
 from moelight.weights.source import Checkpoint
@@ -33,6 +34,8 @@ def gguf_checkpoint(model: GGUFModel, has: Callable[[str], bool] = bool) -> Chec
 
 def _infos(model: GGUFModel, has: Callable[[str], bool]) -> Iterator[TensorInfo]:
     names, dtype = model.profile.names, dtype_named(model.profile.dtype).safetensors
+    parts = [part for tensor in dense_tensors(model.profile) for part in tensor.parts]
+    shapes = {(part.name, part.layer): part.shape for part in parts}  # files leave out dimensions of 1
     for (name, layer), tensor in model.tensors.items():
         if name == "gate_up":
             for half in ("gate", "up"):
@@ -45,7 +48,7 @@ def _infos(model: GGUFModel, has: Callable[[str], bool]) -> Iterator[TensorInfo]
             matrix = replace(ggml_matrix(tensor), heads=model.heads_of(name))
             spellings = [spelling.format(layer=layer) for spelling in getattr(names, name)]
             tensor_name = next((spelling for spelling in spellings if has(spelling)), spellings[0])
-            shape = tensor.shape if len(tensor.shape) == 1 else matrix.shape
+            shape = shapes.get((name, layer), tensor.shape if len(tensor.shape) == 1 else matrix.shape)
             yield matrix.as_values(tensor_name, FLOAT32.safetensors if name in _KEPT else dtype, shape)
 
 

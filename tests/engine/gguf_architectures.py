@@ -16,14 +16,17 @@ import json
 import logging
 import math
 import multiprocessing
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -55,6 +58,7 @@ _LONG = {
     "original_max_position_embeddings": 32,
 }
 _DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 Fixed = Mapping[str, Any]
 _STEP: Fixed = {
     "vision_config": {
@@ -100,6 +104,23 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "deepseek2 (GLM-4.7-Flash)": ("glm4_moe_lite", {}),
     "deepseek2 (V3)": ("deepseek_v3", {}),
     "deepseek32": ("deepseek_v32", {}),
+    "deepseek4": (
+        "deepseek_v4",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [
+                "sliding_attention",
+                *["compressed_sparse_attention", "heavily_compressed_attention"],
+                "compressed_sparse_attention",
+            ],
+            "mlp_layer_types": [*["hash_moe"] * 2, *["moe"] * 2],
+            "rope_parameters": {
+                "main": {**_DEFAULT, "partial_rotary_factor": 0.25},
+                "compress": {**_YARN, "rope_theta": 160000.0, "partial_rotary_factor": 0.25, "attention_factor": 1.0},
+            },
+            "partial_rotary_factor": 0.25,
+        },
+    ),
     "dots1": ("dots1", {}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5-moe": ("ernie4_5_moe", {}),
@@ -153,6 +174,7 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "glm-dsa": ("glm_moe_dsa", {"indexer_types": ["full", "full", "shared", "full"]}),
     "glm4": ("glm4", {}),
     "glm4moe": ("glm4_moe", {}),
+    "glm5-next": ("glm5_next", {}),
     "gpt-oss": ("gpt_oss", {}),
     "gpt2": ("gpt2", {}),
     "gptneox": ("gpt_neox", {}),
@@ -165,6 +187,7 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
     "hunyuan-dense": ("hunyuan_v1_dense", {}),
     "hunyuan-moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
     "hy_v3": ("hy_v3", {}),
+    "hy_v4": ("hy_v4", {}),
     "jamba": ("jamba", {}),
     "jais2": ("jais2", {}),
     "kimi-linear": (
@@ -201,6 +224,7 @@ FAMILIES: Mapping[str, tuple[str, Fixed]] = {
             "num_hidden_layers": 4,
         },
     ),
+    "minicpm3": ("minicpm3", {}),
     "minimax-m2": ("minimax_m2", {"rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5}}),
     "minimax-m3": (
         "minimax_m3_vl_text",
@@ -310,10 +334,26 @@ PUBLISHED: Mapping[str, Fixed] = {
     "deepseek2 (V3)": {"scoring_func": "sigmoid"},
     "deepseek2 (GLM-4.7-Flash)": {"scoring_func": "sigmoid"},
     "deepseek32": {"scoring_func": "sigmoid"},
+    "deepseek4": {
+        "compress_ratios": [0, 4, 128, 4],
+        "num_hash_layers": 2,
+        "rope_scaling": {**_YARN, "type": "yarn"},
+    },
     "exaone": {"architectures": ["ExaoneForCausalLM"], "activation_function": "silu"},
+    "glm5-next": {
+        "first_k_dense_replace": 3,
+        "linear_attn_config": {
+            "gate_lower_bound": "linear_lower_bound",
+            "head_dim": "linear_head_dim",
+            "num_heads": "linear_num_heads",
+            "short_conv_kernel_size": "linear_conv_kernel_dim",
+        },
+        "mla_use_nope": True,
+        "scoring_func": "sigmoid",
+    },
     "gpt2": {"n_ctx": 1024},
     "gptneox": {"rotary_pct": 0.25},
-    "hunyuan-moe": {"moe_intermediate_size": [96], "moe_topk": [2], "num_shared_expert": [1]},
+    "hunyuan-moe": {"moe_intermediate_size": ["intermediate_size"], "moe_topk": [2], "num_shared_expert": [1]},
     "kimi-linear": {
         "first_k_dense_replace": 1,
         "linear_attn_config": {
@@ -363,6 +403,7 @@ PUBLISHED: Mapping[str, Fixed] = {
             "architectures": [f"{named}ForConditionalGeneration"],
             "vision_config": {"deepstack_visual_indexes": [1]},
             "text_config": {"model_type": "none"},
+            "rope_parameters": {"mrope_section": [4, 2, 2]},
         }
         for number, named in (("2vl", "Qwen2VL"), ("3vl", "Qwen3VL"), ("3vlmoe", "Qwen3VLMoe"))
     },
@@ -375,8 +416,59 @@ PUBLISHED: Mapping[str, Fixed] = {
 SAVED_AS: Mapping[str, str] = {"minimax-m3": "minimax_m3_vl"}
 
 
-# Parts of names that transformers saves otherwise than published checkpoints have them.
-RENAMED: Mapping[str, tuple[str, str]] = {"kimi-linear": ("layers.0.block_sparse_moe.", "layers.0.mlp.")}
+# Parts of names, as regular expressions, that transformers saves otherwise than published checkpoints have them.
+RENAMED: Mapping[str, Sequence[tuple[str, str]]] = {
+    "kimi-linear": ((r"layers\.0\.block_sparse_moe\.", "layers.0.mlp."),),
+    "hy_v4": (
+        (r"\.hc_pre\.hc_(attn|mlp)_layer\.", r".hc_\1_layer.hc_pre."),
+        (r"^model\.hc_pre\.hc_head\.", "model.hc_head."),
+        (r"\.mlp\.(shared_experts\.)?linear_gate\.", r".mlp.\1gate_proj."),
+    ),
+    "deepseek4": (
+        (r"^model\.(hc_head\.)?", ""),
+        (r"^embed_tokens\.", "embed."),
+        (r"^hc_(fn|base|scale)$", r"hc_head_\1"),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+    ),
+}
+# Architectures whose experts are published in MXFP4, which the converter does not unpack.
+MXFP4_EXPERTS = frozenset({"deepseek4"})
+_EXPERT = re.compile(r"(.*\.experts\.\d+\.w[123])\.weight")
+
+
+def _blocks(weight: torch.Tensor) -> np.ndarray:
+    """``weight`` [rows, columns] as blocks uint8 [rows, columns / 32, 17] of MXFP4: a scale, and codes by halves."""
+    from gguf.quants import quantize
+
+    blocks = quantize(weight.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    return blocks.reshape(len(weight), -1, 17)
+
+
+def _packed(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """``tensors`` with experts as codes, two of neighbours in a byte, and scales."""
+    for key, tensor in tensors.items():
+        expert = _EXPERT.fullmatch(key)
+        if expert is None:
+            yield key, tensor
+            continue
+        scales, halves = np.split(_blocks(tensor), [1], axis=2)
+        codes = np.concatenate((halves & 15, halves >> 4), axis=2)
+        pairs = codes[:, :, ::2] | (codes[:, :, 1::2] << 4)
+        yield key, torch.from_numpy(pairs.reshape(len(tensor), -1).view(np.int8).copy())
+        yield f"{expert[1]}.scale", torch.from_numpy(scales[:, :, 0].copy()).view(torch.float8_e8m0fnu)
+
+
+def save_model(name: str, config: Any, directory: Path) -> None:
+    """Save a random model of ``config``, the experts of `MXFP4_EXPERTS` as numbers that this format has."""
+    from gguf.quants import dequantize
+
+    model = self_test.random_model(config, 0)
+    for parameter, weight in model.named_parameters() if name in MXFP4_EXPERTS else ():
+        if ".experts." in parameter:
+            rows = weight.detach().reshape(-1, weight.shape[-1])
+            values = dequantize(_blocks(rows).reshape(len(rows), -1), gguf.GGMLQuantizationType.MXFP4)
+            weight.data = torch.from_numpy(values).view(weight.shape)
+    model.save_pretrained(directory)
 
 
 def architecture(name: str) -> str:
@@ -403,7 +495,7 @@ def save_checkpoint(name: str, directory: Path, spare: int = 0) -> Any:
     """A random checkpoint of architecture ``name`` in ``directory``, with a tokenizer; its config. ``spare``: so many
     ids have no token, which the tokenizers of some families take for special ones."""
     config = config_for(name)
-    self_test.random_model(config, 0).save_pretrained(directory)
+    save_model(name, config, directory)
     save_tokenizer(directory, config.get_text_config().vocab_size - spare)
     return config
 
@@ -417,9 +509,12 @@ def publish(name: str, directory: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         model._weight_conversions = get_checkpoint_conversion_mapping(family)
         model.save_pretrained(directory)
-    if name in RENAMED:
+    if name in RENAMED or name in MXFP4_EXPERTS:
         tensors = load_file(directory / "model.safetensors")
-        tensors = {key.replace(*RENAMED[name]): tensor for key, tensor in tensors.items()}
+        for part, other in RENAMED.get(name, ()):
+            tensors = {re.sub(part, other, key): tensor for key, tensor in tensors.items()}
+        if name in MXFP4_EXPERTS:
+            tensors = dict(_packed(tensors))
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     if name in PUBLISHED:
         path = directory / "config.json"
@@ -428,7 +523,7 @@ def publish(name: str, directory: Path) -> None:
 
 def published(name: str, config: Fixed) -> dict[str, Any]:
     """``config``, of architecture ``name``, with what `PUBLISHED` says; without what it says is None."""
-    result = dict(config)
+    result, config = dict(config), {**config, **config.get("text_config", {})}
     for key, value in PUBLISHED.get(name, {}).items():
         result[key] = {**result.get(key, {}), **_of(config, value)} if isinstance(value, dict) else _of(config, value)
     return {key: value for key, value in result.items() if PUBLISHED.get(name, {}).get(key, key) is not None}
@@ -438,6 +533,8 @@ def _of(config: Fixed, value: Any) -> Any:
     """``value``, in which names of fields of ``config`` stand for their values."""
     if isinstance(value, dict):
         return {key: _of(config, entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_of(config, entry) for entry in value]
     return config.get(value, value) if isinstance(value, str) else value
 
 
@@ -520,9 +617,10 @@ def compared(
     name: str,
     library: Path | None = None,
     kinds: Sequence[str] = tuple(gguf_quantized.KINDS),
+    imatrix: Path | None = None,
 ) -> tuple[ArchitectureTest, dict[str, Any]]:
     """The test of architecture ``name``, and the header that the converter, in its own process, wrote. With a
-    ``library`` of llama.cpp its quantiser's files of ``kinds`` are compared, too."""
+    ``library`` of llama.cpp its quantiser's files of ``kinds`` are compared, too, with importances by ``imatrix``."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     family = FAMILIES[name][0]
@@ -540,31 +638,43 @@ def compared(
         except MoelightError as error:
             reason = str(error).replace(scratch, "")
             return ArchitectureTest(name=name, model_type=family, reason=reason), header
-        files = {} if library is None else quantised(converter, source, library, name, directory, kinds)
+        files = {} if library is None else quantised(converter, source, library, name, directory, kinds, imatrix)
     return ArchitectureTest(
         name=name, model_type=family, equal=_equal(answers, wanted), tokens=sum(map(len, wanted)), kinds=files
     ), header
 
 
 def quantised(
-    converter: ProcessPoolExecutor, source: Path, library: Path, name: str, directory: Path, kinds: Sequence[str]
+    converter: ProcessPoolExecutor,
+    source: Path,
+    library: Path,
+    name: str,
+    directory: Path,
+    kinds: Sequence[str],
+    imatrix: Path | None,
 ) -> dict[str, str]:
-    """By kind of file, how many greedy tokens from files of llama.cpp's quantiser are those of their values."""
+    """By kind of file, how many greedy tokens from files of llama.cpp's quantiser are those of their values.
+    Importances are those that the tool ``imatrix`` measures; drawn without one, or where it does not run the file."""
     results = {}
     wide, stored, values = (directory / f"{part}.gguf" for part in ("wide", "stored", "values"))
     config = gguf_quantized.widened(config_for(name))
-    self_test.random_model(config, 0).save_pretrained(directory)
+    save_model(name, config, directory)
     save_tokenizer(directory, config.get_text_config().vocab_size - _SPARE.get(FAMILIES[name][0], 0))
     publish(name, directory)
     converter.submit(convert, source, directory, wide, name).result()
+    importance = None if imatrix is None else directory / "importance.gguf"
+    if importance is not None and (reason := gguf_quantized.measure_importance(imatrix, wide, importance)):
+        logging.getLogger(__name__).error("%s: %s; importances are drawn", name, reason)
+        importance = None
     for kind in kinds:
-        if reason := converter.submit(gguf_quantized.quantize, library, wide, stored, kind).result():
+        if reason := converter.submit(gguf_quantized.quantize, library, wide, stored, kind, importance).result():
             results[kind] = f"not written: {reason}"
             continue
         gguf_quantized.unpack(stored, values)
         wanted = tokens_of(values)
         try:
-            results[kind] = f"{_equal(tokens_of(stored), wanted)} of {sum(map(len, wanted))}"
+            drawn = ", drawn" if importance is None and kind in gguf_quantized.BY_IMPORTANCE else ""
+            results[kind] = f"{_equal(tokens_of(stored), wanted)} of {sum(map(len, wanted))}{drawn}"
         except MoelightError as error:
             results[kind] = str(error).replace(str(directory), "")
     return results
@@ -602,6 +712,7 @@ def main(report: Callable[[str], None] = print) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--source", type=Path, required=True, help="unpacked source of llama-cpp-python")
     parser.add_argument("--library", type=Path, help="libllama.so, whose quantiser is asked for files, too")
+    parser.add_argument("--imatrix", type=Path, help="llama-imatrix, which measures importances; drawn without it")
     parser.add_argument("--names", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
     parser.add_argument("--kinds", nargs="*", default=list(gguf_quantized.KINDS), choices=list(gguf_quantized.KINDS))
     parser.add_argument("--update", action="store_true", help="write the table, its data and the headers")
@@ -612,7 +723,9 @@ def main(report: Callable[[str], None] = print) -> int:
     # The converter brings a gguf-py of its own, so it has its own process.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as converter:
         for name in arguments.names:
-            test, headers[name] = compared(converter, arguments.source, name, arguments.library, arguments.kinds)
+            test, headers[name] = compared(
+                converter, arguments.source, name, arguments.library, arguments.kinds, arguments.imatrix
+            )
             before = tests[name].kinds if name in tests else {}
             tests[name] = replace(test, kinds={**before, **test.kinds} if test.tokens else {})
             results.append(test)
@@ -624,9 +737,11 @@ def main(report: Callable[[str], None] = print) -> int:
     wrong = sum(test.equal < test.tokens for test in results)
     same = f"{TOKENS * len(PROMPTS)} of {TOKENS * len(PROMPTS)}"
     files = [result for test in results for result in test.kinds.values()]
-    other = sum(" of " in result and result != same for result in files)
+    other = sum(" of " in result and not result.startswith(same) for result in files)
+    refused = sum(" of " not in result for result in files)
     counts = {"architectures": len(results), "equal": right, "other tokens": wrong}
-    counts |= {"quantised files": len(files), "equal to their values": files.count(same), "other values": other}
+    counts |= {"quantised files": len(files), "equal to their values": len(files) - other - refused}
+    counts |= {"other values": other, "not written or refused": refused}
     report(json.dumps(counts))
     return 0 if right == len(results) and not other else 1
 

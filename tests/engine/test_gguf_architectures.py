@@ -23,7 +23,8 @@ from transformers import AutoConfig
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Shares
 from moelight.models.checkpoints import open_model
-from moelight.models.graph.model import language_model
+from moelight.models.graph.gguf import names_in_file
+from moelight.models.graph.model import GraphModel, language_model, on_meta
 from moelight.models.profiles import profile_of_checkpoint
 from moelight.profiles.gguf_config import ARCHITECTURES
 from moelight.profiles.gguf_families import GRAPH_ARCHITECTURES
@@ -51,7 +52,8 @@ def write_file(name: str, directory: Path, path: Path, rounds: str = "", unpacks
     for tensor, shape in header["tensors"].items():
         values = tensors.pop(tensor)
         assert values.size == np.prod(shape), tensor
-        values = np.ascontiguousarray(values.reshape(shape), dtype=np.float32)
+        whole = np.issubdtype(values.dtype, np.integer)
+        values = np.ascontiguousarray(values.reshape(shape), dtype=np.int32 if whole else np.float32)
         kind = gguf.GGMLQuantizationType[rounds] if rounds and len(shape) > 1 and "ffn_gate_inp" not in tensor else None
         if kind is None or shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(tensor, values)
@@ -86,8 +88,12 @@ def checkpoint_tensors(name: str, directory: Path) -> dict[str, np.ndarray]:
     model = language_model(type(AutoConfig.from_pretrained(directory))).from_pretrained(directory, dtype=torch.float32)
     config = model.config
     label = architectures.architecture(name)
-    number = next(number for number, architecture in MODEL_ARCH_NAMES.items() if architecture == label)
-    names = get_tensor_name_map(number, config.num_hidden_layers)
+    number = next((number for number, architecture in MODEL_ARCH_NAMES.items() if architecture == label), None)
+    own = dict[str, str]()
+    if number is None:  # newer than the package
+        number = gguf.MODEL_ARCH.DEEPSEEK2
+        own = names_in_file(label, GRAPH_ARCHITECTURES[label], GraphModel(on_meta(config)))
+    listed = get_tensor_name_map(number, config.num_hidden_layers)
     result: dict[str, np.ndarray] = {}
     for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -96,7 +102,7 @@ def checkpoint_tensors(name: str, directory: Path) -> dict[str, np.ndarray]:
             if spelling.startswith("blk."):
                 tensor: str | None = spelling
             else:
-                tensor = names.get_name(_older(spelling), try_suffixes=(".weight", ".bias"))
+                tensor = listed.get_name(_older(spelling), try_suffixes=(".weight", ".bias")) or own.get(spelling)
             assert tensor is not None, spelling
             result[tensor] = _stored(architectures.architecture(name), key, part, config).numpy()
     return result | _rotary_factors(model)
@@ -171,6 +177,7 @@ def _in_rounds(key: str, value: torch.Tensor, config: Any) -> torch.Tensor:
         pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough)
         for name in (
             "arcee",
+            "deepseek4",
             "ernie4_5",
             "exaone",
             "gemma2",

@@ -149,6 +149,8 @@ def write_gguf(
         kind, data = _kind(key, tensor, experts, types), tensor.contiguous().numpy()
         if tensor.ndim > 3:  # q and k by heads and halves
             data = data.reshape(-1, tensor.shape[-1])
+        if key.endswith("gate_inp_shexp.weight"):  # llama.cpp's quantiser leaves out dimensions of 1
+            data = data.reshape(-1)
         writer.add_tensor(key, blocks_of(data, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

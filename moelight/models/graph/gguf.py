@@ -19,8 +19,9 @@ import torch
 
 from moelight.core.dtypes import FLOAT32, dtype_named
 from moelight.core.errors import CheckpointError, ConfigError, quoted
+from moelight.formats.format import ITEM_BYTES
 from moelight.formats.ggml import ggml_format
-from moelight.models.graph.model import GraphModel, config_of, on_meta
+from moelight.models.graph.model import GraphModel, config_of, decoder_of, on_meta
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.stored import with_stored_weights
 from moelight.models.graph.weights import not_read, paged, renamer, weights_in
@@ -83,6 +84,9 @@ def graph_checkpoint(file: GGUFFile, name: str, row: GraphArchitecture, model: G
     names = _Names(file, name, row, model)
     infos, ignored = dict[str, TensorInfo](), list[IgnoredTensor]()
     for tensor in file.tensors.values():
+        if (indices := names.indices(tensor)) is not None:
+            infos[indices.name] = indices
+            continue
         try:
             ggml_format(tensor.type)
         except ConfigError as error:
@@ -133,6 +137,8 @@ class _Names:
         self._dtype = dtype_named(str(model.module.dtype).removeprefix("torch.")).safetensors
         self._state: Mapping[str, Any] = model.module.state_dict(keep_vars=True)
         self._rename, _ = renamer(model.module, dict(self._state))
+        body = decoder_of(model.module)
+        self._body = next(path for path, part in model.module.named_modules() if part is body)
         self._not_read = [(re.compile(pattern), reason) for pattern, reason in not_read(model.module)]
         self._spellings = _spellings(name, self._blocks)
         self._config = config = model.config
@@ -158,6 +164,19 @@ class _Names:
                 return reason
         return None
 
+    def indices(self, tensor: GGMLTensor) -> TensorInfo | None:
+        """``tensor`` of whole numbers, if the graph has such a one of its name and size."""
+        if tensor.type not in ITEM_BYTES or tensor.type[0] != "I":
+            return None
+        block = _BLOCK.fullmatch(tensor.name)
+        layer, part = (int(block["layer"]), block["part"]) if block else (-1, tensor.name)
+        name = self._find(tensor.name, part, layer)
+        target = None if name is None else self._state.get(self._rename(name)[0])
+        if name is None or target is None or target.is_floating_point() or tuple(target.shape) != tensor.shape:
+            return None
+        where = {"file": tensor.file, "offset": tensor.offset, "nbytes": tensor.nbytes}
+        return TensorInfo(name=name, dtype=tensor.type, shape=tensor.shape, **where)
+
     def as_stored(self, tensor: GGMLTensor) -> TensorInfo:
         """``tensor`` under its own name, for which the graph has no parameter."""
         return matrix_info(tensor.name, tensor, tensor.shape, self._dtype)
@@ -174,9 +193,10 @@ class _Names:
                 yield from expert_infos(tensor, name, self._dtype, half=number, halves=len(halves))
             return
         for joined, parts in self._row.joined.items():
-            if part in parts and self._rename(joined.format(layer=layer))[0] in self._state:
+            name = self._within(joined.format(layer=layer))
+            if part in parts and self._rename(name)[0] in self._state:
                 if part == parts[0]:
-                    yield self._joined(joined.format(layer=layer), [f"blk.{layer}.{half}" for half in parts])
+                    yield self._joined(name, [f"blk.{layer}.{half}" for half in parts])
                 return
         if (spelling := self._find(tensor.name, part, layer)) is not None:
             yield self._info(spelling, tensor, part)
@@ -203,6 +223,11 @@ class _Names:
     def by_parameter(self) -> dict[str, str]:
         """The name in the file of each parameter that has one of its own."""
         result: dict[str, str] = {}
+        for part, name in self._row.renamed.items():
+            for layer in range(self._layers) if "{layer}" in name else (-1,):
+                parameter = self._rename(self._within(name.format(layer=layer)))[0]
+                if parameter in self._state:
+                    result[parameter] = part if layer < 0 else f"blk.{layer}.{part}"
         for base in self._spellings:
             block = _BLOCK.fullmatch(base)
             layer, part = (int(block["layer"]), block["part"]) if block else (-1, base)
@@ -252,12 +277,18 @@ class _Names:
         base, kind = (full.removesuffix(f".{kind}"), kind) if kind in ("weight", "bias") else (full, "weight")
         renamed = self._row.renamed.get(part)
         if renamed is not None:
-            return renamed.format(layer=layer)
+            return self._within(renamed.format(layer=layer))
         for spelling in self._spellings.get(base, ()):
             for candidate in (f"{spelling}.{kind}", f"{spelling}_{kind}", spelling):
-                if self._rename(candidate)[0] in self._state:
-                    return candidate
+                if self._rename(name := self._within(candidate))[0] in self._state:
+                    return name
         return None
+
+    def _within(self, name: str) -> str:
+        """``name``, which begins as in models of text alone, as the graph has it."""
+        if self._rename(name)[0] in self._state or not name.startswith("model."):
+            return name
+        return f"{self._body}.{name.removeprefix('model.')}"
 
     def _fused(self, tensor: GGMLTensor, part: str, layer: int) -> Iterator[TensorInfo]:
         """q, k and v of ``attn_qkv``, of a family that keeps them apart."""
