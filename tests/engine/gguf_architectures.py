@@ -340,6 +340,7 @@ PUBLISHED: Mapping[str, Fixed] = {
         "rope_scaling": {**_YARN, "type": "yarn"},
     },
     "exaone": {"architectures": ["ExaoneForCausalLM"], "activation_function": "silu"},
+    "exaone-moe": {"scoring_func": "sigmoid"},
     "glm5-next": {
         "first_k_dense_replace": 3,
         "linear_attn_config": {

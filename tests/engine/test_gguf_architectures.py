@@ -52,8 +52,8 @@ def write_file(name: str, directory: Path, path: Path, rounds: str = "", unpacks
     for tensor, shape in header["tensors"].items():
         values = tensors.pop(tensor)
         assert values.size == np.prod(shape), tensor
-        whole = np.issubdtype(values.dtype, np.integer)
-        values = np.ascontiguousarray(values.reshape(shape), dtype=np.int32 if whole else np.float32)
+        stored_dtype = np.int32 if np.issubdtype(values.dtype, np.integer) else np.float32
+        values = np.ascontiguousarray(values.reshape(shape), dtype=stored_dtype)
         kind = gguf.GGMLQuantizationType[rounds] if rounds and len(shape) > 1 and "ffn_gate_inp" not in tensor else None
         if kind is None or shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(tensor, values)
@@ -89,10 +89,10 @@ def checkpoint_tensors(name: str, directory: Path) -> dict[str, np.ndarray]:
     config = model.config
     label = architectures.architecture(name)
     number = next((number for number, architecture in MODEL_ARCH_NAMES.items() if architecture == label), None)
-    own = dict[str, str]()
+    newer = dict[str, str]()
     if number is None:  # newer than the package
         number = gguf.MODEL_ARCH.DEEPSEEK2
-        own = names_in_file(label, GRAPH_ARCHITECTURES[label], GraphModel(on_meta(config)))
+        newer = names_in_file(label, GRAPH_ARCHITECTURES[label], GraphModel(on_meta(config)))
     listed = get_tensor_name_map(number, config.num_hidden_layers)
     result: dict[str, np.ndarray] = {}
     for key, value in model.state_dict().items():
@@ -102,7 +102,7 @@ def checkpoint_tensors(name: str, directory: Path) -> dict[str, np.ndarray]:
             if spelling.startswith("blk."):
                 tensor: str | None = spelling
             else:
-                tensor = listed.get_name(_older(spelling), try_suffixes=(".weight", ".bias")) or own.get(spelling)
+                tensor = listed.get_name(_older(spelling), try_suffixes=(".weight", ".bias")) or newer.get(spelling)
             assert tensor is not None, spelling
             result[tensor] = _stored(architectures.architecture(name), key, part, config).numpy()
     return result | _rotary_factors(model)

@@ -174,8 +174,14 @@ class _Names:
         target = None if name is None else self._state.get(self._rename(name)[0])
         if name is None or target is None or target.is_floating_point() or tuple(target.shape) != tensor.shape:
             return None
-        where = {"file": tensor.file, "offset": tensor.offset, "nbytes": tensor.nbytes}
-        return TensorInfo(name=name, dtype=tensor.type, shape=tensor.shape, **where)
+        return TensorInfo(
+            name=name,
+            file=tensor.file,
+            dtype=tensor.type,
+            shape=tensor.shape,
+            offset=tensor.offset,
+            nbytes=tensor.nbytes,
+        )
 
     def as_stored(self, tensor: GGMLTensor) -> TensorInfo:
         """``tensor`` under its own name, for which the graph has no parameter."""
