@@ -88,9 +88,9 @@ struct ExpertArgs {
   Pairing pairing;
   Format up_format, down_format;
   std::optional<Format> gate_format;  // where gates are stored otherwise than ups
-  const Weight* gate;  // [E] of [I, H]; null unless kApart
-  const Weight* up;    // [E] of [I, H], or [2I, H] if kInterleaved, a row of the gate first
-  const Weight* down;  // [E] of [H, I]
+  const Weight* gate;                 // [E] of [I, H]; null unless kApart
+  const Weight* up;                   // [E] of [I, H], or [2I, H] if kInterleaved, a row of the gate first
+  const Weight* down;                 // [E] of [H, I]
   int threads;
 };
 
@@ -99,8 +99,8 @@ void expert_ffn(const ExpertArgs& args);
 // The most that a call with these sizes leaves allocated for the thread that makes it; every call needs what its
 // largest predecessor needed, and no more. `twice`: gates and ups are stored in two formats, for each of which tokens
 // are rounded by themselves.
-int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, bool twice, int64_t tokens,
-                             int64_t experts, int threads);
+int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, bool twice, int64_t tokens, int64_t experts,
+                             int threads);
 int64_t linear_workspace(DType x, const Format& format, int64_t tokens, int threads);
 
 // What the calling thread's calls have left allocated so far.

@@ -91,9 +91,7 @@ template <class Format>
 struct BlockCodes<Format> {
   SignedPoints points;
   BlockCodes(const uint8_t* block, int64_t k) : points(points_of(Format(), block, k)) {}
-  __m256i times(__m256i x) const {
-    return _mm256_maddubs_epi16(points.magnitudes, _mm256_sign_epi8(x, points.signs));
-  }
+  __m256i times(__m256i x) const { return _mm256_maddubs_epi16(points.magnitudes, _mm256_sign_epi8(x, points.signs)); }
 };
 
 template <class Format, int kTokens>

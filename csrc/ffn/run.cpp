@@ -506,8 +506,8 @@ Buffers buffers_of(const Inward& inward, const Projection& down, int64_t tokens,
   const Projection *const up = inward.up, *const gate = inward.gate;
   const int64_t max_tokens = std::min(tokens, up == nullptr ? kGroupTokens : group_tokens(down)),
                 pieces = std::min(max_tokens, experts);
-  const int64_t scratch = std::max({down.scratch_bytes(), up == nullptr ? 0 : up->scratch_bytes(),
-                                    gate == nullptr ? 0 : gate->scratch_bytes()});
+  const int64_t scratch = std::max(
+      {down.scratch_bytes(), up == nullptr ? 0 : up->scratch_bytes(), gate == nullptr ? 0 : gate->scratch_bytes()});
   return {.gate = inward.twice ? gate->buffer_bytes(max_tokens, pieces) : 0,
           .x = up == nullptr ? 0 : up->buffer_bytes(max_tokens, pieces),
           .inner = up == nullptr ? 0 : Workspace::aligned(max_tokens * inner_bytes(down)),
@@ -570,8 +570,8 @@ void expert_ffn(const ExpertArgs& args) {
   }
 }
 
-int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, bool twice, int64_t tokens,
-                             int64_t experts, int threads) {
+int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, bool twice, int64_t tokens, int64_t experts,
+                             int threads) {
   const Projection up_projection(x, up), down_projection(x, down);
   const Inward inward = {&up_projection, twice ? &up_projection : nullptr, twice};
   return buffers_of(inward, down_projection, tokens, experts).total(threads);

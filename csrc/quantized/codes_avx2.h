@@ -199,8 +199,8 @@ inline int four_at(const std::array<int8_t, 4>& point) {
 // of(0) to of(3), beside each other.
 template <class F>
 inline __attribute__((always_inline)) __m256i four_longs(F&& of) {
-  return _mm256_setr_epi64x(static_cast<long long>(of(0)), static_cast<long long>(of(1)),
-                            static_cast<long long>(of(2)), static_cast<long long>(of(3)));
+  return _mm256_setr_epi64x(static_cast<long long>(of(0)), static_cast<long long>(of(1)), static_cast<long long>(of(2)),
+                            static_cast<long long>(of(3)));
 }
 template <class F>
 inline __attribute__((always_inline)) __m256i eight_words(F&& of) {
@@ -246,9 +246,7 @@ inline SignedPoints points_of(formats::Iq3S, const uint8_t* line, int64_t k) {
   uint64_t index;
   std::memcpy(&index, p + 2 + i / 4, sizeof index);
   const uint32_t high = p[66 + i / 32];
-  const auto point = [&](int j) {
-    return four_at(codebooks::kIq3S[(index >> (8 * j) & 255) | (high >> j & 1) << 8]);
-  };
+  const auto point = [&](int j) { return four_at(codebooks::kIq3S[(index >> (8 * j) & 255) | (high >> j & 1) << 8]); };
   return SignedPoints::of(eight_words(point), bit_masks(p + 74 + i / 8));
 }
 // Eight times -1, 0 or 1, and what `lower` takes off or adds.
@@ -273,9 +271,7 @@ inline SignedPoints points_of(formats::Iq1M, const uint8_t* line, int64_t k) {
   const auto point = [&](int j) {
     return eight_at(codebooks::kIq1[(index >> (8 * j) & 255) | (codes >> (4 * j) & 7) << 8]);
   };
-  const auto shift = [&](int j) {
-    return codes >> (4 * j) & 8 ? ~uint64_t{0} : uint64_t{0x0101010101010101};
-  };
+  const auto shift = [&](int j) { return codes >> (4 * j) & 8 ? ~uint64_t{0} : uint64_t{0x0101010101010101}; };
   return moved_points(four_longs(point), four_longs(shift));
 }
 
@@ -302,14 +298,13 @@ inline __m128i upper_steps(__m256i words) {
 // Of eight bytes, both halves.
 inline __m128i halved_steps(const uint8_t* p) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
-  return odd_steps(
-      _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
+  return odd_steps(_mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
 }
 
 inline __m128i part_steps(formats::Q6K, const uint8_t* p) { return half_bytes_at(p + 192); }
 inline __m128i part_steps(formats::Iq2Xxs, const uint8_t* p) {  // of words the odd ones
-  const __m256 words = _mm256_shuffle_ps(_mm256_castsi256_ps(bytes_at(p + 2)), _mm256_castsi256_ps(bytes_at(p + 34)),
-                                         0xdd);
+  const __m256 words =
+      _mm256_shuffle_ps(_mm256_castsi256_ps(bytes_at(p + 2)), _mm256_castsi256_ps(bytes_at(p + 34)), 0xdd);
   return upper_steps(_mm256_permute4x64_epi64(_mm256_castps_si256(words), 0xd8));
 }
 inline __m128i part_steps(formats::Iq2Xs, const uint8_t* p) { return halved_steps(p + 66); }

@@ -520,9 +520,7 @@ struct PointBlocks : Blocks<Format> {
     for (int i = 0; i < 32; ++i)
       values_of(Format::eight(p, i), scale * static_cast<float>(Format::step(p, i)), to + 8 * i);
   }
-  static IntegerForm form(const Quantized&) {
-    return {256, kPart, false, Format::kZero, false, 2 * Format::kZero - 1};
-  }
+  static IntegerForm form(const Quantized&) { return {256, kPart, false, Format::kZero, false, 2 * Format::kZero - 1}; }
   static IntegerParts parts(const uint8_t* p) {
     IntegerParts of = {Format::scale_of(p) * (Format::kFactor / Format::kFine), 0.0f, {}, {}};
     for (int i = 0; i < 16; ++i) of.steps[i] = Format::step(p, 2 * i);
