@@ -22,7 +22,7 @@ from moelight.engine.engine import Engine
 from tests.cli.program import PLANNED, moelight, moelight_inside, read_rows, write_prompts
 from tests.hostile.batch_lines import BatchLine, batch_file, batch_lines
 
-LINES = batch_lines(10 * int(os.environ.get("MOELIGHT_EXAMPLES", "20")))
+LINES = batch_lines(10 * int(os.environ.get("MOELIGHT_EXAMPLES", "40")))
 # Behind them, packed into 192 KB: a line that is longer than any may be.
 ZEROS = BatchLine(kind="zeros", raw=b"", custom_id=None, code="line_too_long")
 ZEROS_BYTES = 192 << 20
