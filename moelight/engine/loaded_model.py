@@ -221,10 +221,8 @@ class LoadedModel:
                 f"activations int8: torch computes these experts on {machine.device}, with activations as they are; "
                 "leave activations at auto"
             )
-        attention, in_place = (
-            self._attention(policy, arenas, decoder.sinks),
-            decoder.whole_layers and not policy.discrete,
-        )
+        attention = self._attention(policy, arenas, decoder.sinks)
+        in_place = decoder.whole_layers and not policy.discrete
         return Operations(
             decoder,
             self.pages,
