@@ -59,6 +59,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "shortconv.l_cache": ("conv_L_cache",),
     }
 )
+# Ends of those of their keys whose values are no whole numbers.
+_NUMBERS, _FLAGS = ("epsilon", "softcapping", "scale"), ("_norm",)
 # Keys that other functions read, or that state what the tensors show.
 _READ_ELSEWHERE = frozenset(
     {
@@ -167,7 +169,7 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
         values["num_key_value_heads"] = keys.get("attention.head_count_kv", heads)
     for key, names in FIELDS.items():
         wanted = [name for name in names if has(name) and name not in fields]
-        value = keys.get(key) if wanted or key not in row.keys else None
+        value = _field_value(keys, key) if wanted or key not in row.keys else None
         if not wanted and value and fields.keys().isdisjoint(names) and key not in row.keys:
             raise keys.error(f"the metadata key {name}.{key} has no meaning in {model_type}; use safetensors")
         if value is not None:
@@ -181,6 +183,18 @@ def graph_values(file: GGUFFile, name: str, row: GraphArchitecture, has: Callabl
         fields = {"head_dim": head_dim, **fields}  # read by families whose configs do not list it
     values = {key: value for key, value in values.items() if has(key)} | fields
     return {"model_type": model_type, "dtype": DTYPE} | values
+
+
+def _field_value(keys: Metadata, key: str) -> Any:
+    """The value of one of `FIELDS`, None without; raises ConfigError if it is of another kind than the field's."""
+    value = keys.get(key)
+    if value is None:
+        return None
+    if key.endswith(_FLAGS):
+        if type(value) is not bool:
+            raise keys.error(f"{keys.name}.{key} is {quoted(value)}, not true or false")
+        return value
+    return keys.number(key, 0.0) if key.endswith(_NUMBERS) else keys.integer(key)
 
 
 def _check_layers(keys: Metadata) -> None:

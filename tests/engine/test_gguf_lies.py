@@ -18,7 +18,7 @@ from moelight.models.graph.model import GraphModel, config_of, on_meta
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.weights import weights_in
 from moelight.profiles.gguf import GGMLTensor, GGUFFile
-from moelight.profiles.gguf_families import GRAPH_ARCHITECTURES, GraphArchitecture, architecture_of
+from moelight.profiles.gguf_families import FIELDS, GRAPH_ARCHITECTURES, GraphArchitecture, architecture_of
 from tests.engine import gguf_architectures as architectures
 from tests.engine.test_gguf_architectures import HEADERS
 
@@ -67,6 +67,14 @@ def attempt(draw: random.Random) -> str:
     except MoelightError as error:
         return f"{name} {changes}: {type(error).__name__} {error}"
     return ""
+
+
+def test_a_field_of_another_kind_is_named() -> None:
+    """Families whose configs check no types, of which Kimi Linear is one, would compute with it."""
+    keys, row = HEADERS["kimi-linear"]["keys"], GRAPH_ARCHITECTURES["kimi-linear"]
+    for key in sorted((FIELDS.keys() & keys.keys()).difference(row.keys)):
+        with pytest.raises(ConfigError, match=rf"lies\.gguf: kimi-linear\.{key} is 'a'"):
+            opened("kimi-linear", {key: ["a"] if key == "context_length" else "a"})
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")

@@ -102,7 +102,7 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
         num_layers=len(layers),
         hidden_size=head.shape[1],
         vocab_size=head.shape[0],
-        max_positions=_context(config),
+        max_positions=_context(config, where),
         norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         tie_embeddings=head is module.get_input_embeddings().weight,
         dtype=_DTYPE if config.dtype is None else str(config.dtype).removeprefix("torch."),
@@ -120,9 +120,11 @@ def profile_of(model: GraphModel, *, name: str, where: str) -> ModelProfile:
     return profile
 
 
-def _context(config: PretrainedConfig) -> int:
-    """The most positions of a sequence."""
-    rope, positions = getattr(config, "rope_parameters", None), int(config.max_position_embeddings)
+def _context(config: PretrainedConfig, where: str) -> int:
+    """The most positions of a sequence; not every family's config checks that it is a number."""
+    rope, positions = getattr(config, "rope_parameters", None), config.max_position_embeddings
+    if type(positions) is not int or positions < 1:
+        raise ConfigError(f"{where}: max_position_embeddings must be an integer of at least 1, not {quoted(positions)}")
     original = getattr(config, "original_max_position_embeddings", None)
     return stretched_positions(rope or {}, max_positions=positions, original=original)
 
