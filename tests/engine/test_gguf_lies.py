@@ -77,6 +77,12 @@ def test_a_field_of_another_kind_is_named() -> None:
             opened("kimi-linear", {key: ["a"] if key == "context_length" else "a"})
 
 
+def test_an_error_within_transformers_names_the_file() -> None:
+    """Its config of DeepSeek-V4 divides by the original context."""
+    with pytest.raises(ConfigError, match=r"lies\.gguf: transformers .* cannot read it: float division by zero"):
+        opened("deepseek4", {"rope.scaling.original_context_length": 0.0})
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("count", [pytest.param(12, id="usual"), pytest.param(500, marks=pytest.mark.thorough)])
 def test_a_lie_is_one_line_or_a_model(count: int) -> None:

@@ -53,6 +53,8 @@ _MOST_ALONE = 1 << 20  # numbers of hidden states: adding so many takes one core
 _LARGE = 1 << 20  # numbers of a matrix: routers have fewer
 _UNSAID = -1  # the window of attention that leaves it to masks
 _PRODUCTS = (functional.linear, functional.embedding, torch.embedding)
+# Errors of transformers over configs whose values it does not check.
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _HARMLESS = frozenset(("position_ids", "cache_position"))  # tensors of attention calls that say nothing new
 
 
@@ -435,7 +437,7 @@ def _config_errors(where: str) -> Iterator[Any]:
 
     try:
         yield transformers
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+    except (*_UNREADABLE, OSError, StrictDataclassError) as error:
         lines = [line.strip() for line in str(error).splitlines() if not line.endswith(":")]
         version, message = transformers.__version__, (lines or [type(error).__name__])[0]
         raise ConfigError(f"{where}: transformers {version} cannot read it: {message}") from None
@@ -455,7 +457,7 @@ def on_meta(config: PretrainedConfig) -> Any:
     try:
         with torch.device("meta"):
             module = kind.from_config(config, trust_remote_code=False)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"{config.model_type}: transformers cannot build the model of this config: {message}"
