@@ -1,8 +1,12 @@
-"""``moelight optimize``: the fastest policy for a machine, a model and a workload, and the reason."""
+"""``moelight optimize``: the fastest policy for a machine, a model and a workload, and the reason; or machines beside
+each other, with what the job would cost on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +21,24 @@ from moelight.observe.number_format import rate_or_count, seconds_text
 if TYPE_CHECKING:
     from moelight.core.policy import Policy
     from moelight.optimizer.plan import Plan
+    from moelight.profiles.hardware import HardwareProfile
 
 
 QUALITY_FILE = "quality.json"  # of `compare -o`, in the directory of the model that was measured
+ALL = "all"
+DEFAULT_PRICES = "examples"
+MOST_NODES = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparisonOptions:
+    """Options that set the machines of ``--hw``, all or several, beside each other."""
+
+    prices: str | None = option(
+        "Price file; compares the machines of --hw, all or NAME,NAME; defaults to examples.", metavar="FILE"
+    )
+    nodes: str | None = option("Numbers of machines to compare, e.g. 1,2,4; defaults to 1.", metavar="N,N")
+    plot: Path | None = option("File to draw time and price to: .png, .svg or .pdf.", metavar="FILE")
 
 
 @with_options()
@@ -27,6 +46,7 @@ def optimize_command(
     *,
     model: ask.Model,
     asked: ask.PlanningOptions,
+    comparison: ComparisonOptions,
     output: Path | None = option(
         "File to write the policy to, for generate --policy.", "--output", "-o", metavar="POLICY.yaml"
     ),
@@ -34,10 +54,16 @@ def optimize_command(
 ) -> None:
     """Find the fastest policy that fits the memory, and explain it.
 
-    The answer states how much faster another policy is at most, by the cost model.
+    The answer states how much faster another policy is at most, by the cost model. With --hw all or NAME,NAME: which
+    of the machines to rent, by the prices of --prices.
     """
     from moelight.batch.output import STANDARD_OUTPUT
 
+    if asked.hw == ALL or "," in asked.hw or comparison != ComparisonOptions():
+        if output is not None:
+            raise ConfigError(f"--output {output}: a policy is for one machine; name one with --hw, without prices")
+        _compare(model, asked, comparison, as_json=as_json)
+        return
     check_output(output, as_json=as_json)
     question = ask.read_question(model, asked)
     plan = question.plan()
@@ -53,6 +79,72 @@ def optimize_command(
 
         measured = quality_words(quality) if quality else ""
         print_plan(open_console(), plan, workload_name=question.workload_name, quality=measured)
+
+
+def _compare(model: str, asked: ask.PlanningOptions, comparison: ComparisonOptions, *, as_json: bool) -> None:
+    """Print which machines to rent for the job."""
+    from moelight.optimizer.offers import make_offers, offers_as_dict
+    from moelight.profiles.prices import load_prices
+
+    if comparison.plot is not None:
+        from moelight.batch.output import check_writable
+        from moelight.observe.plots import check_suffix
+
+        check_suffix(comparison.plot)
+        check_writable(comparison.plot, label="plot")
+    nodes = _node_counts(comparison.nodes)
+    job = ask.read_job(model, asked)
+    machines = _machines(asked.hw, model)
+    prices = load_prices(comparison.prices or DEFAULT_PRICES, [machine.name for machine in machines])
+    with _progress() as tell:
+        offers = make_offers(
+            machines,
+            job.model,
+            job.workload,
+            lambda machine: job.on(machine).options,
+            name=job.name,
+            nodes=nodes,
+            prices=prices,
+            tell=tell,
+        )
+    if comparison.plot is not None:
+        from moelight.observe.price_plot import write_offers
+
+        write_offers(comparison.plot, offers, title=f"{job.name}: time and price", currency=prices.currency)
+    if as_json:
+        print_json({"model": job.name, **offers_as_dict(offers, job.workload, prices)})
+        return
+    from moelight.cli.plan_view import print_offers
+
+    print_offers(open_console(), job, offers, prices, plot=comparison.plot)
+
+
+def _node_counts(counts: str | None) -> tuple[int, ...]:
+    """The numbers of machines in ``counts``, ascending."""
+    parts = [part.strip() for part in (counts or "1").split(",")]
+    if not all(part.isascii() and part.isdigit() and 1 <= int(part[:9]) <= MOST_NODES for part in parts):
+        raise ConfigError(f"--nodes {counts}: must be whole numbers from 1 to {MOST_NODES:,}, separated by commas")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _machines(hw: str, model: str) -> list[HardwareProfile]:
+    """The machines that ``hw`` names, once each."""
+    from moelight.profiles.files import profile_names
+
+    names = profile_names("hardware") if hw == ALL else dict.fromkeys(name.strip() for name in hw.split(","))
+    return [ask.load_machine(name, model) for name in names]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What shows the name of the machine that is planned on a terminal at stderr, as planning many takes a while."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True, highlight=False, markup=False).status("planning") as status:
+        yield lambda name: status.update(f"planning {name}")
 
 
 def measured_quality(model: str, policy: Policy) -> dict[str, Any] | None:

@@ -1,15 +1,24 @@
-"""Terminal view of a plan: policy, predicted speed, memory use, binding lane and what-ifs."""
+"""Terminal views of plans: of one, its policy, predicted speed, memory use, binding lane and what-ifs; of several, the
+machines that could be rented for a job."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from moelight.cli.planning_options import PlannedJob
 from moelight.cli.tables import bar, indented, plain_table, section, show, stacked, text, title
 from moelight.core.units import format_bytes
 from moelight.observe.number_format import rate_or_count, seconds_text, share_text
+from moelight.optimizer.allowed import AUTO
+from moelight.optimizer.offers import Offer
 from moelight.optimizer.plan import Plan, TierUse
+from moelight.profiles.prices import Prices
+from moelight.profiles.workload import Workload
 
 _PALETTE = ("blue", "cyan", "green", "magenta", "yellow", "bright_black")
 _LANE_WORDS = {
@@ -37,12 +46,7 @@ def print_plan(console: Console, plan: Plan, *, workload_name: str, quality: str
 
 
 def _head(plan: Plan, workload_name: str, quality: str) -> RenderableType:
-    policy, work, estimate = plan.policy, plan.workload, plan.estimate
-    longest = "" if work.max_prompt_len == work.prompt_len else f" (at most {work.max_prompt_len:,})"
-    named = f"{workload_name}: " if workload_name else ""
-    work_line = (
-        f"{named}{work.num_requests:,} prompts of {work.prompt_len:,} tokens{longest}, {work.gen_len:,} generated each"
-    )
+    policy, estimate = plan.policy, plan.estimate
     speed = text(
         (f"{rate_or_count(estimate.tokens_per_s)} tokens/s", "bold green"),
         f" end to end, {rate_or_count(estimate.decode_tokens_per_s)} while decoding; "
@@ -50,8 +54,17 @@ def _head(plan: Plan, workload_name: str, quality: str) -> RenderableType:
     )
     measured = [text(quality)] if quality else []
     cannot = [text((f"cannot be run yet: {'; '.join(plan.why_not)}", "bold yellow"))] if plan.why_not else []
-    heading = title(policy.model, plan.hardware), text((work_line, "dim")), text()
+    heading = title(policy.model, plan.hardware), _work_line(plan.workload, workload_name), text()
     return stacked(*heading, speed, *measured, _proof(plan), *cannot)
+
+
+def _work_line(work: Workload, workload_name: str) -> Text:
+    longest = "" if work.max_prompt_len == work.prompt_len else f" (at most {work.max_prompt_len:,})"
+    named = f"{workload_name}: " if workload_name else ""
+    line = (
+        f"{named}{work.num_requests:,} prompts of {work.prompt_len:,} tokens{longest}, {work.gen_len:,} generated each"
+    )
+    return text((line, "dim"))
 
 
 def _proof(plan: Plan) -> Text:
@@ -171,3 +184,72 @@ def _what_if(plan: Plan) -> Table:
     for what_if in plan.what_if:
         grid.add_row(share_text(what_if.gain, signed=True), what_if.change)
     return grid
+
+
+def print_offers(
+    console: Console, job: PlannedJob, offers: Sequence[Offer], prices: Prices, *, plot: Path | None = None
+) -> None:
+    """Print ``offers``, cheapest first, on 80 columns or more, and why others cannot run; ``plot``: where they are
+    drawn."""
+    able, unable = [offer for offer in offers if offer.plan], [offer for offer in offers if not offer.plan]
+    priced = f"prices: {prices.name} of {prices.date}, {prices.currency} an hour"
+    heading = text((job.name, "bold"), " on machines to rent"), _work_line(job.workload, job.workload_name)
+    show(
+        console,
+        stacked(*heading, text((priced, "dim"))),
+        section("cheapest first; ● where no other is at once as fast and as cheap", _offers(able)) if able else None,
+        section("these cannot run it", _reasons(unable)) if unable else None,
+        stacked(*_notes(job, able, prices, plot)) if able else None,
+    )
+
+
+def _offers(offers: Sequence[Offer]) -> Table:
+    forms = any(offer.weight_dtype != AUTO for offer in offers)
+    dtypes = ("experts",) if forms else ()
+    table = plain_table("", "machines", *dtypes, ">tokens/s", ">time", ">per M", ">the job", "binds")
+    for offer in offers:
+        assert offer.plan is not None
+        style = "bold green" if offer.on_front else ""
+        form = ("as stored" if offer.weight_dtype == AUTO else offer.weight_dtype,) if forms else ()
+        cells = (
+            "●" if offer.on_front else "",
+            offer.machine if offer.nodes == 1 else f"{offer.nodes:,} × {offer.machine}",
+            *form,
+            rate_or_count(offer.tokens_per_s),
+            seconds_text(offer.seconds),
+            _price(offer.price_per_million),
+            _price(offer.price),
+            offer.plan.estimate.binding,
+        )
+        table.add_row(*(text((cell, style)) for cell in cells))
+    return table
+
+
+def _price(price: float | None) -> str:
+    if price is None:
+        return "–"
+    if price >= 1:
+        return f"{price:,.0f}" if price >= 1000 else f"{price:.2f}"
+    return f"{price:.3f}" if price >= 0.001 else f"{price:.1g}"
+
+
+def _reasons(offers: Sequence[Offer]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    for offer in offers:
+        grid.add_row(text(offer.label), text((offer.reason, "dim")))
+    return grid
+
+
+def _notes(job: PlannedJob, offers: Sequence[Offer], prices: Prices, plot: Path | None) -> list[Text]:
+    setup = f"time and price include {seconds_text(prices.setup_s)} of setup; " if prices.setup_s else ""
+    notes = [f"{setup}per M: of a million generated tokens, in {prices.currency}"]
+    if any(offer.nodes > 1 or offer.engines > 1 for offer in offers):
+        engines = {offer.machine: offer.engines for offer in offers if offer.engines > 1}
+        several = f"; an engine for each GPU of {', '.join(engines)}" if engines else ""
+        notes.append(f"several engines are a Ray cluster (generate --ray){several}")
+    forms = dict.fromkeys(offer.weight_dtype for offer in offers if offer.weight_dtype != AUTO)
+    notes += [f"{form}: after moelight convert {job.name} OUT --experts {form}" for form in forms]
+    notes += [f"figure: {plot}"] if plot is not None else []
+    return [text((note, "dim")) for note in notes]

@@ -87,15 +87,35 @@ class PlanningOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """One planning problem: machine, model and workload, with their names."""
+class PlannedJob:
+    """A model and a workload, with their names, and the options of their plans; `on` adds a machine."""
 
-    hardware: HardwareProfile
     model: ModelProfile
     name: str
     workload: Workload
     workload_name: str
     options: PlanOptions
+
+    def on(self, hardware: HardwareProfile) -> Question:
+        """Return the question for ``hardware``; raises ConfigError for options that do not suit it."""
+        from moelight.optimizer.fixed_values import check_fixes
+
+        limits = self.options.limits
+        for tier in ("device", "disk"):
+            if limits.get(tier) and hardware.tier(tier) is None:  # its bandwidth is unknown
+                raise ConfigError(
+                    f"{flag(LIMITS[tier])} {format_bytes(limits[tier])}: the machine {hardware.name} has no tier "
+                    f"{tier!r}; describe it in a machine file (tiers.{tier}) and name that with --hw"
+                )
+        check_fixes(self.options.fix, has_gpu=hardware.tier("device") is not None)
+        return Question(**{name: getattr(self, name) for name in PlannedJob.__dataclass_fields__}, hardware=hardware)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question(PlannedJob):
+    """One planning problem: a job and a machine."""
+
+    hardware: HardwareProfile
 
     def plan(self) -> Plan:
         """Return the best plan; raises BudgetError if no policy fits the memory."""
@@ -106,8 +126,13 @@ class Question:
 
 def read_question(model: str, asked: PlanningOptions) -> Question:
     """Return the question that the options describe; they are validated before a machine is measured."""
+    return read_job(model, asked).on(load_machine(asked.hw, model))
+
+
+def read_job(model: str, asked: PlanningOptions) -> PlannedJob:
+    """Return what the options, all but that of the machine, describe."""
     from moelight.optimizer.allowed import allowed_caches, allowed_weights, parse_allowed
-    from moelight.optimizer.fixed_values import check_fixes, parse_fixes
+    from moelight.optimizer.fixed_values import parse_fixes
     from moelight.optimizer.options import ESTIMATORS, PlanOptions
 
     if asked.estimator not in ESTIMATORS:
@@ -131,16 +156,7 @@ def read_question(model: str, asked: PlanningOptions) -> Question:
     dtypes["weight_dtype"] += allowed_weights(allowed, profile)[1:]
     if asked.kv_dtype == CHOOSE:
         dtypes["kv_dtype"] = allowed_caches(profile)
-    hardware = load_machine(asked.hw, model)
-    for tier in ("device", "disk"):
-        if limits.get(tier) and hardware.tier(tier) is None:  # its bandwidth is unknown
-            raise ConfigError(
-                f"{flag(LIMITS[tier])} {format_bytes(limits[tier])}: the machine {hardware.name} has no tier "
-                f"{tier!r}; describe it in a machine file (tiers.{tier}) and name that with --hw"
-            )
-    check_fixes(fixes, has_gpu=hardware.tier("device") is not None)
-    return Question(
-        hardware=hardware,
+    return PlannedJob(
         model=profile,
         name=model,
         workload=workload,

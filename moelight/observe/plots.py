@@ -1,4 +1,4 @@
-"""The two plots: timelines as Gantt charts, and the Hierarchical Roofline Model with the work of a policy under it.
+"""Two plots: timelines as Gantt charts, and the Hierarchical Roofline Model with the work of a policy under it.
 
 matplotlib is imported on first use. ``hrm.roofline`` computes the roofs.
 """
@@ -22,7 +22,7 @@ from moelight.observe.report_page import COLOURS
 
 SUFFIXES = (".png", ".svg", ".pdf")
 WIDTH_INCHES, DPI = 12.0, 100  # 1200 px wide
-_INK, _MUTED, _IDLE, _EXPERTS = "#1a1a1a", "#666666", "#c0392b", "#7a1fa2"
+INK, MUTED, _IDLE, _EXPERTS = "#1a1a1a", "#666666", "#c0392b", "#7a1fa2"
 _LANE_NAMES = {
     Lane.DISK: "disk",
     Lane.STAGE: "staging copy",
@@ -56,8 +56,8 @@ def check_suffix(path: Path) -> None:
         raise ConfigError(f"{path}: the name of a picture ends in one of {', '.join(SUFFIXES)}")
 
 
-def _new_figure(height_inches: float) -> Any:
-    """Return an empty matplotlib ``Figure``; raises ConfigError if matplotlib is not installed."""
+def new_figure(height_inches: float) -> Any:
+    """Return an empty matplotlib ``Figure`` of `WIDTH_INCHES`; raises ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -100,7 +100,7 @@ def plot_timelines(path: Path, rows: Sequence[tuple[str, Timeline]], *, title: s
     kinds = [kind for kind in TaskKind if any(kind in panel.kinds for panel in panels)]
     head = _HEAD + _KEY_ROW * -(-(len(kinds) + 1) // _KEYS)
     height = head + _FOOT + _GAP * (len(panels) - 1) + _ROW * sum(len(panel.lanes) for panel in panels)
-    figure = _new_figure(height)
+    figure = new_figure(height)
     longest_s, top = max(panel.seconds for panel in panels), height - head
     for panel in panels:
         bottom = top - _ROW * len(panel.lanes)
@@ -114,9 +114,9 @@ def plot_timelines(path: Path, rows: Sequence[tuple[str, Timeline]], *, title: s
 def _head(figure: Any, title: str, kinds: Sequence[TaskKind], height: float) -> None:
     from matplotlib.patches import Patch
 
-    figure.text(_LEFT, 1 - 0.26 / height, title, fontsize=14, fontweight="bold", color=_INK, va="center")
+    figure.text(_LEFT, 1 - 0.26 / height, title, fontsize=14, fontweight="bold", color=INK, va="center")
     note = "in bars: layer and expert of a page, or micro-batch"
-    figure.text(_RIGHT, 0.2 / height, note, fontsize=9, color=_MUTED, ha="right", va="center")
+    figure.text(_RIGHT, 0.2 / height, note, fontsize=9, color=MUTED, ha="right", va="center")
     handles: list[Any] = [Patch(facecolor=COLOURS[kind], label=str(kind).replace("_", " ")) for kind in kinds]
     handles.append(Patch(facecolor="white", edgecolor=_IDLE, hatch="////", linewidth=0.6, label="binding lane idle"))
     figure.legend(
@@ -160,27 +160,27 @@ class _Panel:
                 where = (row - _BAR / 2, _BAR)
                 axes.broken_barh(bars, where, facecolor=COLOURS[kind], edgecolor="white", linewidth=0.35)
             self._names(axes, row, spans, longest_s)
-            colour, weight = (_IDLE, "bold") if lane is self.binding else (_MUTED, "normal")
+            colour, weight = (_IDLE, "bold") if lane is self.binding else (MUTED, "normal")
             beside = {"transform": axes.get_yaxis_transform(), "va": "center", "color": colour, "weight": weight}
             axes.text(1.006, row, f"{share_text(self.busy_s[lane] / self.seconds)} busy", **beside)
         self._layers(axes, longest_s)
         if self.seconds < 0.8 * longest_s:
-            axes.axvline(self.seconds, color=_MUTED, linewidth=0.9)
+            axes.axvline(self.seconds, color=MUTED, linewidth=0.9)
             middle, sooner = (len(self.lanes) - 1) / 2, f"done {seconds_text(longest_s - self.seconds)} sooner"
-            _note(axes, sooner, (self.seconds, middle), (8, 0), va="center", color=_MUTED, fontsize=11)
+            _note(axes, sooner, (self.seconds, middle), (8, 0), va="center", color=MUTED, fontsize=11)
 
     def _frame(self, axes: Any, longest_s: float, *, last: bool) -> None:
         from matplotlib.ticker import FuncFormatter, MaxNLocator
 
         axes.set(xlim=(0, longest_s), ylim=(len(self.lanes) - 0.5, -0.5))
         axes.set_yticks(range(len(self.lanes)), [_LANE_NAMES[lane] for lane in self.lanes], fontsize=10.5)
-        axes.tick_params(axis="y", length=0, colors=_INK)
-        axes.tick_params(axis="x", labelsize=10, colors=_INK, labelbottom=last)
+        axes.tick_params(axis="y", length=0, colors=INK)
+        axes.tick_params(axis="x", labelsize=10, colors=INK, labelbottom=last)
         axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 2.5, 5, 10]))
         unit, name = (1.0, "s") if longest_s >= 2 else (1e-3, "ms") if longest_s >= 2e-3 else (1e-6, "µs")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at / unit:g}"))
         if last:
-            axes.set_xlabel(f"time, {name}", fontsize=10.5, color=_INK)
+            axes.set_xlabel(f"time, {name}", fontsize=10.5, color=INK)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.set_axisbelow(True)
         axes.grid(visible=True, axis="x", color="#e9e9e9", linewidth=0.8)
@@ -198,7 +198,7 @@ class _Panel:
         idle = share_text(max(0.0, sum(length for _, length in gaps) / self.seconds))
         large = {"fontsize": 12, "va": "bottom"}
         heading = f"{self.name}: {seconds_text(self.seconds)}"
-        title = _note(axes, heading, (0, 1), (0, 17), above=True, fontweight="bold", color=_INK, **large)
+        title = _note(axes, heading, (0, 1), (0, 17), above=True, fontweight="bold", color=INK, **large)
         axes.annotate(f"   {_LANE_NAMES[self.binding]} idle {idle}", (1, 0), xycoords=title, color=_IDLE, **large)
 
     def _names(self, axes: Any, row: int, spans: Sequence[Span], longest_s: float) -> None:
@@ -217,10 +217,10 @@ class _Panel:
                 begun[span.task.layer] = min(span.start_s, begun.get(span.task.layer, span.start_s))
         free_from = -math.inf
         for layer, at in begun.items():
-            axes.axvline(at, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
+            axes.axvline(at, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
             if at >= free_from:
                 free_from = at + _LAYER_NAME * longest_s
-                _note(axes, f"layer {layer}", (at, 1), (3, 2), above=True, fontsize=9, color=_MUTED, va="bottom")
+                _note(axes, f"layer {layer}", (at, 1), (3, 2), above=True, fontsize=9, color=MUTED, va="bottom")
 
 
 def _short(task: Task) -> str:
@@ -238,7 +238,7 @@ def write_roofline(path: Path, roofline: Roofline) -> None:
 
 def figure_of(roofline: Roofline) -> Any:
     """Return the plot of ``roofline`` as a matplotlib ``Figure``."""
-    figure = _new_figure(_ROOFS_INCHES)
+    figure = new_figure(_ROOFS_INCHES)
     _Picture(figure, roofline).draw()
     return figure
 
@@ -273,9 +273,9 @@ class _Picture:
 
         axes, roofline = self._axes, self._roofline
         axes.set(xscale="log", yscale="log", xlim=(self._low, self._high), ylim=_vertical(roofline, self._low))
-        axes.set_xlabel("operational intensity, flop / byte", fontsize=12.5, color=_INK)
-        axes.set_ylabel("performance, flop / s", fontsize=12.5, color=_INK)
-        axes.tick_params(labelsize=11.5, colors=_INK)
+        axes.set_xlabel("operational intensity, flop / byte", fontsize=12.5, color=INK)
+        axes.set_ylabel("performance, flop / s", fontsize=12.5, color=INK)
+        axes.tick_params(labelsize=11.5, colors=INK)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
         axes.yaxis.set_major_formatter(EngFormatter())
         axes.grid(visible=True, which="major", color="#e6e6e6", linewidth=0.8)
@@ -284,8 +284,8 @@ class _Picture:
         left, top = _AXES[0], _AXES[1] + _AXES[3]
         title = f"Hierarchical roofline: {roofline.model} on {roofline.machine}"
         policy = f"N = {roofline.batch_size:,} sequences in micro-batches of μ = {roofline.micro_batch_size:,}"
-        self._figure.text(left, top + 0.075, title, fontsize=16, fontweight="bold", color=_INK)
-        self._figure.text(left, top + 0.035, policy, fontsize=12.5, color=_MUTED)
+        self._figure.text(left, top + 0.075, title, fontsize=16, fontweight="bold", color=INK)
+        self._figure.text(left, top + 0.035, policy, fontsize=12.5, color=MUTED)
 
     def _roofs(self) -> None:
         """Draw the memory and compute roof of each level, and each link's roof up to the compute roof of its target;
@@ -311,7 +311,7 @@ class _Picture:
     def _point(self, point: Point) -> None:
         """Draw work at its intensity on the tier of its data and, if data cross a link, on the level that computes."""
         name = "attention" if point.work == "attention" else "experts"
-        color, symbol = (_INK, "s") if name == "attention" else (_EXPERTS, "o")
+        color, symbol = (INK, "s") if name == "attention" else (_EXPERTS, "o")
         chip = {"device": "GPU", "host": "CPU"}[point.level]
         bounds = {"link": f"the link from {point.home}", "memory": f"{point.level} memory", "compute": f"the {chip}"}
         handle = self._marker(point.home_intensity, point.flops, symbol, color)
@@ -396,7 +396,7 @@ class _Picture:
             bbox_to_anchor=(_AXES[0] + _AXES[2] + 0.02, _AXES[1] + _AXES[3] + 0.01),
             frameon=False,
             fontsize=10.5,
-            labelcolor=_INK,
+            labelcolor=INK,
             labelspacing=0.8,
             handlelength=1.8,
             borderaxespad=0,

@@ -202,6 +202,41 @@ def with_gpus(hardware: HardwareProfile, count: int) -> HardwareProfile:
     return replace(hardware, processors=tuple(units))
 
 
+def part_of(hardware: HardwareProfile, parts: int) -> HardwareProfile:
+    """One of ``parts`` equal parts of ``hardware``, with the GPUs divided among them: of the host and the disk it has a
+    part of the capacity and of every speed; a GPU and its links are as they were. ``parts`` divides the GPUs."""
+    tiers = (
+        tier
+        if tier.name == "device"
+        else replace(
+            tier,
+            capacity_bytes=max(1, tier.capacity_bytes // parts),
+            bandwidth_bytes_per_s=tier.bandwidth_bytes_per_s / parts,
+        )
+        for tier in hardware.tiers
+    )
+    units = (
+        replace(unit, count=unit.count // parts)
+        if unit.name == "gpu"
+        else replace(
+            unit,
+            peak_flops=unit.peak_flops / parts,
+            int8_flops=None if unit.int8_flops is None else unit.int8_flops / parts,
+        )
+        for unit in hardware.processors
+    )
+    shared = ("host_copy", "disk_direct", "disk_cached")
+    return replace(
+        hardware,
+        tiers=tuple(tiers),
+        processors=tuple(units),
+        measured=tuple((name, value / parts if name in shared else value) for name, value in hardware.measured),
+        efficiency=tuple(
+            surface.times(1 / parts) if surface.name.startswith("cpu_") else surface for surface in hardware.efficiency
+        ),
+    )
+
+
 def load_hardware_profile(name_or_path: str) -> HardwareProfile:
     """The hardware profile with a name, or in the YAML file at a path."""
     is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path

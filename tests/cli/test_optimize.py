@@ -194,6 +194,12 @@ REFUSED = {
     ),
     "too little memory for JSON": ("--hw cpu-avx2 --model mixtral --host-memory 4GiB --disk 0 --json", ["at least"]),
     "two things on stdout": ("--hw cpu-avx2 --model demo --json -o -", ["--json", "--output -"]),
+    "an output of machines": ("--hw t4,l4 --model demo -o policy.yaml", ["--output policy.yaml", "one machine"]),
+    "unknown machine of several": ("--hw t4,l44 --model demo", ["l44", "'l4'"]),
+    "no price file": ("--hw all --model demo --prices ./none.yaml", ["none.yaml"]),
+    "unknown prices": ("--hw all --model demo --prices exampels", ["exampels", "'examples'"]),
+    "no number of machines": ("--hw all --model demo --nodes 1,0", ["--nodes 1,0", "1,024"]),
+    "a plot of no kind": ("--hw all --model demo --plot prices.bmp", ["prices.bmp", ".png"]),
     "an output that cannot be": ("--hw cpu-avx2 --model demo -o /none/policy.yaml", ["/none"]),
 }
 
@@ -214,6 +220,52 @@ def test_a_whole_process_prints_the_table() -> None:
     for message in ("demo on t4", "tokens/s", "policy", "lanes in a decode pass", "binds", "memory", "why"):
         assert message in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+OFFERED = ("--hw", "cpu-avx2,2xt4,laptop-nvme", *SMALL[2:], "--host-memory", "2GiB", *ONE_ORDER)
+
+
+def test_machines_beside_each_other(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("name: mine\ndate: 2026-12-01\ncurrency: EUR\nsetup: 60s\nhourly: {2xt4: 2, cpu-avx2: 1}\n")
+    done = run("optimize", *OFFERED, "--fix", "ffn=gpu", "--prices", prices, "--nodes", "2,1", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert set(result) == {"model", "workload", "prices", "offers"}
+    assert result["prices"]["hourly"] == {"2xt4": 2, "cpu-avx2": 1}
+    able, unable = ([row for row in result["offers"] if row["runs"] is runs] for runs in (True, False))
+    assert sorted((row["machine"], row["nodes"]) for row in able) == [("2xt4", 1), ("2xt4", 2)]
+    for row in able:
+        assert row["seconds"] == row["job_s"] + 60
+        assert row["price"] == pytest.approx(row["nodes"] * 2 * row["seconds"] / 3600)
+        assert row["price_per_million_tokens"] == pytest.approx(row["price"] / 160 * 1e6)
+        assert row["tokens_per_s"] == pytest.approx(160 / row["job_s"])
+    assert [row["machine"] for row in unable] == ["cpu-avx2", "laptop-nvme"]
+    assert all("GPU" in row["reason"] for row in unable)
+
+
+def test_offers_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run("optimize", *OFFERED, "--allow", "int4", "--nodes", "1,16", "--plot", tmp_path / "prices.png")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 80 and "…" not in done.stdout
+    words = " ".join(done.stdout.split())
+    for message in (
+        "demo on machines to rent",
+        "20 prompts of 12 tokens",
+        "prices: examples of 2026-11-29, USD an hour",
+        "16 × laptop-nvme as stored",
+        "cpu-avx2 int4",
+        "time and price include 10.0 min of setup",
+        "Ray cluster",
+        "int4: after moelight convert demo OUT --experts int4",
+        "prices.png",
+    ):
+        assert message in words, message
+    assert "● " in words and "–" in words  # laptops have no price
+    assert (tmp_path / "prices.png").read_bytes().startswith(b"\x89PNG")
 
 
 PLAN = Plan(
