@@ -20,7 +20,7 @@ const MlaKernels& active_kernels() { return MOELIGHT_ACTIVE(mla)(); }
 // A partial is as large as hundreds of cached rows, so there are never more of them than this at a time.
 constexpr int64_t kPartialFloats = int64_t{1} << 24;
 
-// Fewer heads than this do not repay the second widening of their rows.
+// Fewer heads than this do not repay the second widening of their rows. A multiple of every instruction set's lanes.
 constexpr int64_t kLeastHeads = 16;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -77,7 +77,7 @@ class Wave {
     for (int64_t b = first; b < last; ++b) chunks += ceil_div(args_.seq_lens[b], kMlaChunk);
     const int64_t wanted = ceil_div(2 * int64_t{args_.threads}, std::max<int64_t>(1, chunks));
     const int64_t shares = std::clamp<int64_t>(wanted, 1, ceil_div(args_.heads, kLeastHeads));
-    group_heads_ = ceil_div(args_.heads, shares);
+    group_heads_ = ceil_div(ceil_div(args_.heads, shares), kLeastHeads) * kLeastHeads;
     for (int64_t b = first; b < last; ++b) {
       if (args_.seq_lens[b] > 0) {
         cut(b);
@@ -113,13 +113,14 @@ class Wave {
   void lay_out(Workspace& workspace) {
     const auto padded = [&](int64_t count) { return ceil_div(count, kernels_.pad) * kernels_.pad; };
     const int64_t columns = padded(args_.latent), width = padded(args_.latent + args_.rotary);
-    const int64_t values_floats = Workspace::aligned_floats(group_heads_ * columns);
-    const int64_t partial_floats = values_floats + Workspace::aligned_floats(2 * group_heads_);
-    scratch_floats_ = Workspace::aligned_floats(group_heads_ * (width + kMlaRows) + kMlaRows * width);
+    const int64_t heads = std::min(group_heads_, args_.heads), lanes = padded(heads);
+    const int64_t values_floats = Workspace::aligned_floats(heads * columns);
+    const int64_t partial_floats = values_floats + Workspace::aligned_floats(2 * lanes);
+    scratch_floats_ = Workspace::aligned_floats(lanes * (width + kMlaRows + 1) + kMlaRows * width);
     const auto tasks = static_cast<int64_t>(tasks_.size());
     float* base = workspace.floats(tasks * partial_floats + args_.threads * scratch_floats_);
     for (int64_t i = 0; i < tasks; ++i, base += partial_floats)
-      parts_.push_back({base + values_floats, base + values_floats + group_heads_, base});
+      parts_.push_back({base + values_floats, base + values_floats + lanes, base});
     scratch_ = base;
   }
 

@@ -1,11 +1,12 @@
 // The one algorithm of latent attention, over a SIMD type S (lanes_*.h). Included once by each instruction set's file;
 // all of it has internal linkage.
 //
-// All heads share a row, so arithmetic binds where there are many of them: a block of rows is widened to float32 once
-// and stays in the second-level cache while tiles of heads pass over it, scores first, then, after an online softmax,
-// values. Everything widened is in the order of memory; rows are padded with zeros to whole units.
+// All heads share a row, so arithmetic binds where there are many of them. A block of rows is widened to float32 once,
+// unit by unit of all rows, and stays in the second-level cache while units of heads pass over it. For the scores lanes
+// are heads, and numbers of rows are broadcast: the softmax is one of lanes. For the values lanes are numbers of a row,
+// and the weights are broadcast. Rows, queries and sums are in packed order (softmax.inl), filled up with zeros.
 
-#include <cstring>
+#include <algorithm>
 #include <type_traits>
 
 #include "gqa/lead.h"
@@ -15,98 +16,105 @@
 namespace moelight {
 namespace {
 
-constexpr int64_t kNearRows = 16;    // rows that stay in the first-level cache while the heads pass over them
-constexpr int64_t kTileVectors = 4;  // vectors of a row per register tile of the values
+// Numbers of a row that meet a unit of heads while they are in the first-level cache.
+constexpr int64_t kDepth = 192;
 
-template <class S, class T>
-void widen(const T* from, int64_t count, float* to) {
-  int64_t i = 0;
-  for (; i + kUnit<S> <= count; i += kUnit<S>) {
-    typename S::V a, b;
-    S::load2(from + i, a, b);
-    S::template straighten<T>(a, b);
-    S::store(to + i, a);
-    S::store(to + i + S::kWidth, b);
-  }
-  for (; i < count; ++i) to[i] = to_float(from[i]);
+// A register tile is kTile rows by a unit of heads for scores, or twice as many by a vector of heads; for values it is
+// kTile heads by a unit of a row.
+template <class S>
+constexpr int kTile = 3 * S::kHeadTile;
+
+template <class S>
+void store_unit(float* to, typename S::V a, typename S::V b) {
+  S::store(to, a), S::store(to + S::kWidth, b);
 }
 
-template <class S, class T>
-void narrow(const float* from, int64_t count, T* to) {
-  int64_t i = 0;
-  for (; i + kUnit<S> <= count; i += kUnit<S>) {
-    auto a = S::load(from + i), b = S::load(from + i + S::kWidth);
-    S::template bend<T>(a, b);
-    S::store2(to + i, a, b);
-  }
-  for (; i < count; ++i) from_float(from[i], to[i]);
-}
+template <int kCount>
+using Constant = std::integral_constant<int, kCount>;
 
 // Calls tile(number of heads, first head) for tiles of kHeads, and of fewer at the end.
 template <int kHeads, class F>
 void head_tiles(int64_t first, int64_t heads, const F& tile) {
-  for (; first + kHeads <= heads; first += kHeads) tile(std::integral_constant<int, kHeads>{}, first);
+  for (; first + kHeads <= heads; first += kHeads) tile(Constant<kHeads>{}, first);
   if constexpr (kHeads > 1) {
     if (first < heads) head_tiles<kHeads - 1>(first, heads, tile);
   }
 }
 
-// scores[h][0..4) = q[h] . rows[0..4), all of `width` floats
+// scores[key][head] = or += rows[key] . queries[.][head], over `depth` numbers, for kVectors vectors of heads; `bytes`
+// of the lead go with each unit
+template <class S, int kKeys, int kVectors>
+void score_tile(const float* queries, const float* rows, int64_t depth, float* scores, bool first, Lead& lead,
+                int64_t bytes) {
+  typename S::V sum[kKeys][kVectors];
+#pragma GCC unroll 24
+  for (int k = 0; k < kKeys; ++k)
+#pragma GCC unroll 2
+    for (int u = 0; u < kVectors; ++u) sum[k][u] = S::zero();
+  for (int64_t d = 0; d < depth; d += kUnit<S>, rows += kMlaRows * kUnit<S>) {
+    lead.pass(bytes);
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kUnit<S>; ++j, queries += kUnit<S>) {
+      typename S::V query[kVectors];
+#pragma GCC unroll 2
+      for (int u = 0; u < kVectors; ++u) query[u] = S::load(queries + u * S::kWidth);
+#pragma GCC unroll 24
+      for (int k = 0; k < kKeys; ++k) {
+        const auto number = S::set(rows[k * kUnit<S> + j]);
+#pragma GCC unroll 2
+        for (int u = 0; u < kVectors; ++u) sum[k][u] = S::fma(number, query[u], sum[k][u]);
+      }
+    }
+  }
+#pragma GCC unroll 24
+  for (int k = 0; k < kKeys; ++k)
+#pragma GCC unroll 2
+    for (int u = 0; u < kVectors; ++u) {
+      float* const to = scores + k * kUnit<S> + u * S::kWidth;
+      S::store(to, first ? sum[k][u] : S::add(S::load(to), sum[k][u]));
+    }
+}
+
+// values[h] = factors[h] * values[h] + weights[.][h] . rows, a unit of each
 template <class S, int kHeads>
-void score_tile(const float* q, const float* rows, int64_t width, float* scores) {
-  typename S::V sum[kHeads][kKeys];
+void value_tile(const float* rows, int64_t count, const float* weights, const float* factors, float* values,
+                bool first) {
+  typename S::V sum[kHeads][2];
+#pragma GCC unroll 12
   for (int h = 0; h < kHeads; ++h)
-    for (int k = 0; k < kKeys; ++k) sum[h][k] = S::zero();
-  for (int64_t d = 0; d < width; d += S::kWidth) {
-    typename S::V row[kKeys];
-    for (int k = 0; k < kKeys; ++k) row[k] = S::load(rows + k * width + d);
+#pragma GCC unroll 2
+    for (int u = 0; u < 2; ++u)
+      sum[h][u] = first ? S::zero() : S::mul(S::load(values + h * kUnit<S> + u * S::kWidth), S::set(factors[h]));
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < count; ++i, rows += kUnit<S>, weights += kUnit<S>) {
+    const auto a = S::load(rows), b = S::load(rows + S::kWidth);
+#pragma GCC unroll 12
     for (int h = 0; h < kHeads; ++h) {
-      const auto x = S::load(q + h * width + d);
-      for (int k = 0; k < kKeys; ++k) sum[h][k] = S::fma(row[k], x, sum[h][k]);
+      const auto weight = S::set(weights[h]);
+      sum[h][0] = S::fma(a, weight, sum[h][0]), sum[h][1] = S::fma(b, weight, sum[h][1]);
     }
   }
-  for (int h = 0; h < kHeads; ++h) S::sum4(sum[h][0], sum[h][1], sum[h][2], sum[h][3], scores + h * kMlaRows);
+#pragma GCC unroll 12
+  for (int h = 0; h < kHeads; ++h)
+#pragma GCC unroll 2
+    for (int u = 0; u < 2; ++u) S::store(values + h * kUnit<S> + u * S::kWidth, sum[h][u]);
 }
 
-// values[h][0..kVectors vectors) += weights[h] . rows
-template <class S, int kHeads, int kVectors>
-void value_tile(const float* rows, int64_t width, int64_t count, const float* weights, float* values, int64_t stride) {
-  typename S::V sum[kHeads][kVectors];
-  for (int h = 0; h < kHeads; ++h)
-    for (int u = 0; u < kVectors; ++u) sum[h][u] = S::load(values + h * stride + u * S::kWidth);
-  for (int64_t i = 0; i < count; ++i, rows += width) {
-    typename S::V row[kVectors];
-    for (int u = 0; u < kVectors; ++u) row[u] = S::load(rows + u * S::kWidth);
-    for (int h = 0; h < kHeads; ++h) {
-      const auto weight = S::set(weights[h * kMlaRows + i]);
-      for (int u = 0; u < kVectors; ++u) sum[h][u] = S::fma(row[u], weight, sum[h][u]);
-    }
-  }
-  for (int h = 0; h < kHeads; ++h)
-    for (int u = 0; u < kVectors; ++u) S::store(values + h * stride + u * S::kWidth, sum[h][u]);
-}
-
-// One head of one block: scores into weights relative to the largest so far. What was summed relative to a smaller one
-// is brought down.
+// A vector of heads of one block: scores become weights relative to the largest so far; `factor` brings what was summed
+// relative to a smaller one down.
 template <class S>
-void soften(float* scores, int64_t count, float& maximum, float& total, float* values, int64_t columns) {
-  const int64_t padded_count = rounded_to_vectors<S>(count);
-  for (int64_t i = count; i < padded_count; ++i) scores[i] = -kInfinity;
-  auto top = S::load(scores);
-  for (int64_t i = S::kWidth; i < padded_count; i += S::kWidth) top = S::max(top, S::load(scores + i));
-  const float highest = S::reduce_max(top);
-  if (!(highest <= maximum)) {
-    const float factor = exp2_of<S>(maximum - highest);
-    maximum = highest, total *= factor;
-    for (int64_t d = 0; d < columns; d += S::kWidth) S::store(values + d, S::mul(S::load(values + d), S::set(factor)));
-  }
+void soften(float* scores, int64_t count, float* maximum, float* total, float* factor) {
+  const auto before = S::load(maximum);
+  auto top = before;
+  for (int64_t i = 0; i < count; ++i) top = S::max(top, S::load(scores + i * kUnit<S>));
+  const auto down = exp2<S>(S::sub(before, top));
   auto sum = S::zero();
-  for (int64_t i = 0; i < padded_count; i += S::kWidth) {
-    const auto weight = exp2<S>(S::sub(S::load(scores + i), S::set(maximum)));
-    S::store(scores + i, weight);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto weight = exp2<S>(S::sub(S::load(scores + i * kUnit<S>), top));
+    S::store(scores + i * kUnit<S>, weight);
     sum = S::add(sum, weight);
   }
-  total += S::reduce_add(sum);
+  S::store(maximum, top), S::store(factor, down), S::store(total, S::fma(S::load(total), down, sum));
 }
 
 // The memory of one piece while it is summed.
@@ -118,49 +126,84 @@ class Sweep {
         piece_(piece),
         part_(part),
         heads_(piece.last_head - piece.first_head),
+        lanes_(padded<S>(heads_)),
         row_elements_(args.latent + args.rotary),
         width_(padded<S>(row_elements_)),
         columns_(padded<S>(args.latent)),
-        q_(scratch),
-        rows_(q_ + heads_ * width_),
-        scores_(rows_ + kMlaRows * width_) {}
+        queries_(scratch),
+        rows_(queries_ + lanes_ * width_),
+        scores_(rows_ + kMlaRows * width_),
+        factors_(scores_ + kMlaRows * lanes_) {}
 
   void run() {
     pack_queries();
-    std::memset(rows_, 0, static_cast<size_t>(kMlaRows * width_) * sizeof(float));
-    std::memset(part_.values, 0, static_cast<size_t>(heads_ * columns_) * sizeof(float));
-    for (int64_t h = 0; h < heads_; ++h) part_.maximum[h] = -kInfinity, part_.sum[h] = 0.0f;
+    std::fill_n(part_.maximum, lanes_, -kInfinity), std::fill_n(part_.sum, lanes_, 0.0f);
     LatentRun runs[kMlaChunk];
     const int64_t row_bytes = row_elements_ * static_cast<int64_t>(sizeof(T));
     Lead lead(runs, find_runs(runs), row_bytes);
     // The lead is a block ahead: the first comes with its own widening, each later one while its forerunner is summed.
+    lead.pass(std::min(kMlaRows, piece_.end - piece_.begin) * row_bytes);
     const LatentRun* run = runs;
     int64_t at_run = 0;
     for (int64_t at = piece_.begin; at < piece_.end; at += kMlaRows) {
-      const int64_t count = piece_.end - at < kMlaRows ? piece_.end - at : kMlaRows;
+      const int64_t count = std::min(kMlaRows, piece_.end - at);
+      const T* rows[kMlaRows];
       for (int64_t i = 0; i < count; ++i) {
-        if (at == piece_.begin) lead.pass(row_bytes);
-        widen<S>(reinterpret_cast<const T*>(run->rows + at_run * row_bytes), row_elements_, rows_ + i * width_);
+        rows[i] = reinterpret_cast<const T*>(run->rows + at_run * row_bytes);
         if (++at_run == run->count) ++run, at_run = 0;
       }
+      widen(rows, count);
       score(count, lead, row_bytes);
-      for (int64_t h = 0; h < heads_; ++h)
-        soften<S>(scores_ + h * kMlaRows, count, part_.maximum[h], part_.sum[h], part_.values + h * columns_, columns_);
-      value(count);
+      for (int64_t h = 0; h < heads_; h += S::kWidth)
+        soften<S>(scores_of(h), count, part_.maximum + h, part_.sum + h, factors_ + h);
+      value(count, at == piece_.begin);
     }
   }
 
  private:
-  void pack_queries() {
+  void widen(const T* const* rows, int64_t count) const {
+    const int64_t full = row_elements_ / kUnit<S> * kUnit<S>, rest = row_elements_ - full;
+    typename S::V a, b;
+    for (int64_t d = 0; d < full; d += kUnit<S>)
+      for (int64_t i = 0; i < count; ++i) {
+        S::load2(rows[i] + d, a, b);
+        store_unit<S>(rows_ + d * kMlaRows + i * kUnit<S>, a, b);
+      }
+    if (rest == 0) return;
+    for (int64_t i = 0; i < count; ++i) {
+      T last[kUnit<S>] = {};
+      std::copy_n(rows[i] + full, rest, last);
+      S::load2(last, a, b);
+      store_unit<S>(rows_ + full * kMlaRows + i * kUnit<S>, a, b);
+    }
+  }
+
+  // Number by number the heads of a unit. Heads that are no more than padding ask for nothing.
+  void pack_queries() const {
+    static_assert(kUnit<S> <= kMlaRows, "what is joined here lies where rows will");
     const T* latent = static_cast<const T*>(args_.q_latent) + piece_.sequence * args_.q_latent_stride;
     const T* rotary = static_cast<const T*>(args_.q_rotary) + piece_.sequence * args_.q_rotary_stride;
     const auto factor = S::set(args_.scale * kLog2E);
-    for (int64_t h = 0; h < heads_; ++h) {
-      float* to = q_ + h * width_;
-      widen<S>(latent + (piece_.first_head + h) * args_.latent, args_.latent, to);
-      widen<S>(rotary + (piece_.first_head + h) * args_.rotary, args_.rotary, to + args_.latent);
-      for (int64_t i = row_elements_; i < width_; ++i) to[i] = 0.0f;
-      for (int64_t i = 0; i < width_; i += S::kWidth) S::store(to + i, S::mul(S::load(to + i), factor));
+    T* const joined = reinterpret_cast<T*>(rows_);
+    for (int64_t first = 0; first < lanes_; first += kUnit<S>) {
+      const int64_t heads = std::min(kUnit<S>, heads_ - first);
+      std::fill_n(joined, kUnit<S> * width_, T{});
+      for (int64_t i = 0; i < heads; ++i) {
+        const int64_t h = piece_.first_head + first + i;
+        std::copy_n(latent + h * args_.latent, args_.latent, joined + i * width_);
+        std::copy_n(rotary + h * args_.rotary, args_.rotary, joined + i * width_ + args_.latent);
+      }
+      float* to = queries_ + first * width_;
+      for (int64_t d = 0; d < width_; d += kUnit<S>, to += kUnit<S> * kUnit<S>) {
+        float wide[kUnit<S> * kUnit<S>];
+        for (int64_t i = 0; i < kUnit<S>; ++i) {
+          typename S::V a, b;
+          S::load2(joined + i * width_ + d, a, b);
+          store_unit<S>(wide + i * kUnit<S>, S::mul(a, factor), S::mul(b, factor));
+        }
+        for (int64_t j = 0; j < kUnit<S>; ++j)
+          for (int64_t i = 0; i < kUnit<S>; ++i) to[j * kUnit<S> + i] = wide[i * kUnit<S> + j];
+      }
     }
   }
 
@@ -175,37 +218,45 @@ class Sweep {
     return runs;
   }
 
-  // A short last tile takes rows of the block before, or zeros: nobody reads its scores beyond `count`.
-  void score(int64_t count, Lead& lead, int64_t row_bytes) {
-    const int64_t ahead = kNearRows * row_bytes / heads_ + 1;  // of each head and each near group
-    for (int64_t near = 0; near < count; near += kNearRows) {
-      const int64_t end = near + kNearRows < count ? near + kNearRows : count;
-      head_tiles<S::kHeadTile>(0, heads_, [&](auto size, int64_t h) {
-        lead.pass(ahead * size);
-        for (int64_t i = near; i < end; i += kKeys)
-          score_tile<S, size>(q_ + h * width_, rows_ + i * width_, width_, scores_ + h * kMlaRows + i);
-      });
+  // A short last tile takes rows of the block before, or whatever lay there: nobody reads its scores beyond `count`.
+  void score(int64_t count, Lead& lead, int64_t row_bytes) const {
+    const int64_t units = width_ / kUnit<S> * (lanes_ / kUnit<S>);
+    const int64_t ahead = row_bytes / units + 1;  // of each unit of each row
+    static_assert(kMlaRows % (2 * kTile<S>) == 0);
+    for (int64_t d = 0; d < width_; d += kDepth) {
+      const int64_t depth = std::min(kDepth, width_ - d);
+      for (int64_t h = 0; h < heads_; h += kUnit<S>) {
+        const float *queries = queries_ + h * width_ + d * kUnit<S>, *rows = rows_ + d * kMlaRows;
+        const auto tiles = [&](auto keys, auto vectors) {
+          for (int64_t i = 0; i < count * kUnit<S>; i += keys * kUnit<S>)
+            score_tile<S, keys, vectors>(queries, rows + i, depth, scores_of(h) + i, d == 0, lead, keys * ahead);
+        };
+        if (heads_ - h > S::kWidth) {
+          tiles(Constant<kTile<S>>{}, Constant<2>{});
+        } else {
+          tiles(Constant<2 * kTile<S>>{}, Constant<1>{});
+        }
+      }
     }
   }
 
-  void value(int64_t count) {
-    int64_t d = 0;
-    for (; d + kTileVectors * S::kWidth <= columns_; d += kTileVectors * S::kWidth) value<kTileVectors>(d, count);
-    for (; d < columns_; d += S::kWidth) value<1>(d, count);
+  void value(int64_t count, bool first) const {
+    for (int64_t d = 0; d < columns_; d += kUnit<S>)
+      for (int64_t unit = 0; unit < heads_; unit += kUnit<S>)
+        head_tiles<kTile<S>>(unit, std::min(heads_, unit + kUnit<S>), [&](auto size, int64_t h) {
+          value_tile<S, size>(rows_ + d * kMlaRows, count, scores_of(h), factors_ + h,
+                              part_.values + d * heads_ + h * kUnit<S>, first);
+        });
   }
-  template <int kVectors>
-  void value(int64_t d, int64_t count) {
-    head_tiles<S::kHeadTile>(0, heads_, [&](auto size, int64_t h) {
-      value_tile<S, size, kVectors>(rows_ + d, width_, count, scores_ + h * kMlaRows, part_.values + h * columns_ + d,
-                                    columns_);
-    });
-  }
+
+  // [kMlaRows, kUnit] for each unit of heads.
+  float* scores_of(int64_t h) const { return scores_ + h / kUnit<S> * kUnit<S> * kMlaRows + h % kUnit<S>; }
 
   const MlaArgs& args_;
   const MlaPiece& piece_;
   const Partial& part_;
-  const int64_t heads_, row_elements_, width_, columns_;
-  float *const q_, *const rows_, *const scores_;
+  const int64_t heads_, lanes_, row_elements_, width_, columns_;
+  float *const queries_, *const rows_, *const scores_, *const factors_;
 };
 
 template <class S, class T>
@@ -217,16 +268,25 @@ template <class S, class T>
 void merge(const MlaArgs& args, const MlaPiece& piece, const Partial* parts, int64_t count) {
   const int64_t columns = padded<S>(args.latent);
   T* out = static_cast<T*>(args.out) + piece.sequence * args.out_stride + piece.first_head * args.latent;
-  for (int64_t h = 0; h < piece.last_head - piece.first_head; ++h, out += args.latent) {
+  const int64_t heads = piece.last_head - piece.first_head;
+  for (int64_t h = 0; h < heads; ++h, out += args.latent) {
     const auto inverse = S::set(1.0f / factors<S>(parts, count, h, -kInfinity));
-    float* joined = parts[0].values + h * columns;
-    for (int64_t d = 0; d < columns; d += S::kWidth) {
+    const auto joined = [&](int64_t at) {
       auto sum = S::zero();
-      for (int64_t c = 0; c < count; ++c)
-        sum = S::fma(S::set(parts[c].maximum[h]), S::load(parts[c].values + h * columns + d), sum);
-      S::store(joined + d, S::mul(sum, inverse));
+      for (int64_t c = 0; c < count; ++c) sum = S::fma(S::set(parts[c].maximum[h]), S::load(parts[c].values + at), sum);
+      return S::mul(sum, inverse);
+    };
+    for (int64_t d = 0; d < columns; d += kUnit<S>) {
+      const int64_t at = d * heads + h * kUnit<S>;
+      const auto a = joined(at), b = joined(at + S::kWidth);
+      if (d + kUnit<S> <= args.latent) {
+        S::store2(out + d, a, b);
+      } else {
+        T last[kUnit<S>];
+        S::store2(last, a, b);
+        std::copy_n(last, args.latent - d, out + d);
+      }
     }
-    narrow<S>(joined, args.latent, out);
   }
 }
 

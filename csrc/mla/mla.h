@@ -48,17 +48,18 @@ void mla_append(const MlaAppendArgs& args);
 // A context is cut at multiples of kMlaChunk positions, and within a chunk summed by kMlaRows: the order of summation
 // of a sequence depends on nothing but its own length.
 constexpr int64_t kMlaChunk = 1024;
-constexpr int64_t kMlaRows = 32;
+constexpr int64_t kMlaRows = 48;
 
 // The positions [begin, end) of a single chunk, for the heads [first_head, last_head).
 struct MlaPiece {
   int64_t sequence, first_head, last_head, begin, end;
 };
 
-// What an instruction set provides, one entry per DType. Partials are as in gqa.h, a head a row of padded R floats.
+// What an instruction set provides, one entry per DType. Partials are as in gqa.h, but maxima and sums are of padded
+// heads, and values [padded R / pad, heads, pad].
 struct MlaKernels {
-  int64_t pad;  // R and W are padded to a multiple of this many floats
-  // scratch: heads * (padded W + kMlaRows) + kMlaRows * padded W floats, aligned to 64 bytes
+  int64_t pad;  // R, W and heads are padded to a multiple of this many floats
+  // scratch: padded heads * (padded W + kMlaRows + 1) + kMlaRows * padded W floats, aligned to 64 bytes
   void (*attend[kDTypes])(const MlaArgs&, const MlaPiece&, float* scratch, const Partial&);
   // joins the partials of the piece's heads in order and writes them
   void (*merge[kDTypes])(const MlaArgs&, const MlaPiece&, const Partial* parts, int64_t count);
