@@ -53,6 +53,7 @@ from moelight.engine.planning import plan_for
 from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
 from moelight.kernels.device import Device
+from moelight.models.checkpoints import open_model
 from moelight.observe.trace import TraceHeader, write_trace
 from moelight.optimizer.plan import Plan, policy_as_dict
 from moelight.paging.arena import page_locked
@@ -60,7 +61,7 @@ from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine, find_machine
 from moelight.runtime.machine_profile import accelerator_name, machine_profile
 from moelight.runtime.measure import available_bytes
-from moelight.weights.tensor_map import OpenCheckpoint, open_checkpoint
+from moelight.weights.tensor_map import OpenCheckpoint
 from moelight.weights.torch_dtypes import to_torch
 
 CONTESTANTS = {"cgopipe": ("cgopipe", "refill"), "static": ("cgopipe", "static"), "flexgen": ("flexgen", "refill")}
@@ -124,7 +125,7 @@ class Card:
         if args.hw == "auto" and not self.machine.twin:
             machine_profile(args.device)  # kept from now on, for `plan_for`
         self.model = _model(args, scratch)
-        self.source: OpenCheckpoint = open_checkpoint(str(self.model))
+        self.source: OpenCheckpoint = open_model(str(self.model))
         self.page_bytes = costs.page_bytes(self.source.profile, self.machine.native_dtype(self.source.weight_map.dtype))
         self.context_bytes = _context_bytes(self.machine)
         self.roof = pinned_rate(self.machine, self.page_bytes)

@@ -35,7 +35,7 @@ from moelight.core.errors import ConfigError, UserError
 from moelight.core.units import format_bytes, parse_bytes
 from moelight.profiles.families import FAMILIES, profile_from_config
 from moelight.profiles.hf_config import HFConfig
-from moelight.profiles.model import ModelProfile, require_computable
+from moelight.profiles.model import ModelProfile, not_computed
 from moelight.profiles.model_files import model_config
 from moelight.profiles.tensor_list import StoredTensor, dense_tensors, page_shapes
 
@@ -168,7 +168,8 @@ def scaled_config(model: str, **changes: int | bool | None) -> dict[str, Any]:
         model, sizes = SHAPES[model]
         changes = {**dict(zip(_SIZES, sizes, strict=True)), **changes}
     config = model_config(FAMILY_PROFILES.get(model, model))
-    require_computable(profile_from_config(HFConfig(config, where=model), name=model), where=model)
+    if missing := ", ".join(not_computed(profile_from_config(HFConfig(config, where=model), name=model))):
+        raise ConfigError(f"{model}: the native decoder does not compute {missing}")
     family = FAMILIES.get(config["model_type"])
     keys = {
         "layers": "num_hidden_layers",

@@ -22,14 +22,13 @@ from moelight.engine.planning import plan_for, resolve
 from moelight.models.checkpoints import open_model
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
-from moelight.weights.tensor_map import open_checkpoint
 
 Tiny = Callable[..., Path]
 
 
 def least_memory(model: Path, device: str, workload: Workload, **constraints: Any) -> dict[str, int]:
     """The smallest budgets the planner accepts, as it names them itself: arguments for `Engine.from_pretrained`."""
-    source, machine = open_checkpoint(str(model)), find_machine(device)
+    source, machine = open_model(str(model)), find_machine(device)
     budgets: dict[str, int] = {}
     for tier in ("device", "host") if machine.discrete else ("host",):  # each beside plenty, or the least, of the other
         limits = {"host_memory": 1 << 50, "device_memory": None, **budgets, f"{tier}_memory": 1}

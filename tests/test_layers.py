@@ -277,6 +277,19 @@ def test_few_places_ask_whether_a_matrix_is_quantised(trees: Trees) -> None:
     assert len(asked) <= 6, asked
 
 
+def test_few_places_ask_what_computes_a_model(trees: Trees) -> None:
+    """A `DecoderSource` answers what it is asked, of moelight's own decoder and of a module graph."""
+    asked = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path, tree in trees.items()
+        if "graph" not in path.relative_to(PACKAGE).parts
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        if any(isinstance(part, ast.Constant) and part.value in ("native", "graph") for part in ast.walk(node))
+    ]
+    assert len(asked) <= 4, asked
+
+
 def test_benchmarks_of_one_kind_are_sections_of_a_script() -> None:
     """What they share is in `benchmarks/runner/`."""
     assert len(list((PACKAGE.parent / "benchmarks").glob("*.py"))) <= 15

@@ -205,7 +205,7 @@ def _check_calibration(options: ConvertOptions) -> None:
     if kind not in ("int4", "int8"):
         raise ConfigError(f"--calibrate: scales of {kind} are not chosen; give int4 or int8, or no prompts")
     opened = open_model(options.model)
-    if opened.graph is not None:
+    if opened.source.road != "native":
         raise ConfigError(
             f"--calibrate: {opened.profile.model_type} is a module graph of transformers, whose experts have any form; "
             "leave the option out"

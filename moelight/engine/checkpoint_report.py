@@ -25,7 +25,7 @@ from moelight.profiles.gguf import read_gguf
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.quantization import read_quantization
 from moelight.weights.source import GGUF, IgnoredTensor
-from moelight.weights.tensor_map import OpenCheckpoint, open_needed
+from moelight.weights.tensor_map import open_needed
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _T = TypeVar("_T")
@@ -144,18 +144,12 @@ def check_checkpoint(model: LazyModel) -> CheckpointReport:
         path=directory,
         refusals=tuple(refusals.lines),
         model_type=_model_type(directory) if profile is None else profile.model_type,
-        road=_road(opened),
+        road="" if opened is None else opened.source.road,
         context=0 if profile is None else profile.max_positions,
         files=len({piece.file for piece in pieces}),
         families=tuple(_families(pieces)),
         text=None if tokenizer is None else _text_report(directory, tokenizer),
     )
-
-
-def _road(opened: OpenCheckpoint | None) -> str:
-    if opened is None:
-        return ""
-    return "native" if opened.graph is None else "graph"
 
 
 def _model_type(directory: Path) -> str:

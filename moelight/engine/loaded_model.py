@@ -31,7 +31,7 @@ from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.gpu.attention import prompt_form
 from moelight.kernels.products import Workspace
 from moelight.kernels.reads import FileReader, ReadPart
-from moelight.models.decoder import Decoder, NativeDecoder
+from moelight.models.decoder import Decoder
 from moelight.models.pages import PagedExperts
 from moelight.paging.arena import typed
 from moelight.paging.kv import BlockPool, CachedRows, paged_cache, token_cache
@@ -48,7 +48,7 @@ from moelight.runtime.moe_ops import MoEOps
 from moelight.runtime.ops import Operations
 from moelight.runtime.warm_up import warm_up
 from moelight.scheduler.layout import Layout, layout_of
-from moelight.weights.load import ModelWeights, PageReader, load_dense, page_files
+from moelight.weights.load import PageReader, page_files
 from moelight.weights.tensor_map import OpenCheckpoint
 from moelight.weights.torch_dtypes import to_torch
 
@@ -119,9 +119,9 @@ class LoadedModel:
             heads = (spec.num_heads, spec.num_kv_heads, spec.cached_head_dim) if spec.num_heads else (1, 1, 8)
             self.prompt_form = prompt_form(machine.device, dtype, *heads)
             self.operations = self._operations(policy, machine, arenas, make_decoder)
-            recorded = cuda_graphs and source.graph is None
-            self.graphs = graphs_of(machine.device, int(tokens)) if recorded else None
-            warms = machine.compiles and self.weights is not None  # a graph runs whole, or not at all
+            kinds = self.operations.decoder.kinds
+            self.graphs = graphs_of(machine.device, int(tokens)) if cuda_graphs and kinds else None
+            warms = machine.compiles and kinds
             self._load_pages(partial(self._warm_up, policy, runners[Lane.DEVICE]) if warms else None)
             machine.synchronize()  # lanes do not wait for the stream on which weights and pools were filled
             self._opened = opened.pop_all()
@@ -133,14 +133,9 @@ class LoadedModel:
 
     def _load_dense(self, source: OpenCheckpoint, arena: Tensor, policy: Policy) -> Callable[[Workspace], Decoder]:
         """All weights outside experts, in ``arena``; returns what makes the decoder of them."""
-        self.weights: ModelWeights | None = None
-        dtype, activations = to_torch(self.dtype), policy.activations
-        paged = PagedExperts(self._experts, activations)
+        paged = PagedExperts(self._experts, policy.activations)
         keeps_stored = costs.keeps_stored(self.profile, self.dtype, discrete=policy.discrete)
-        if source.graph is not None:
-            return source.graph.decoder(self.profile, arena, dtype, paged, as_stored=keeps_stored)
-        self.weights = load_dense(source.weight_map, self.profile, arena, dtype, as_stored=keeps_stored)
-        return partial(NativeDecoder, self.profile, self.weights, paged=paged, activations=activations)
+        return source.source.decoder(self.profile, arena, to_torch(self.dtype), paged, as_stored=keeps_stored)
 
     def _page_store(
         self, arenas: Mapping[str, Tensor], slots: Mapping[str, Sequence[int]], experts: ExpertRuntime | None
@@ -168,10 +163,9 @@ class LoadedModel:
     def _kinds(self) -> list[int]:
         """The first layer of each kind: others launch no other kernels."""
         kinds, layouts = dict[tuple[object, ...], int](), self._experts.ids_by_layer
-        assert self.weights is not None, "a module graph is not warmed up"
-        for layer, (moe, layer_weights) in enumerate(zip(self.profile.moe_layers, self.weights.layers, strict=True)):
-            kind = frozenset(layouts.get(layer, ())), layer in self._reader.wide_layers
-            kinds.setdefault((moe, kind, *layer_weights.types), layer)
+        for layer, kind in enumerate(self.operations.decoder.kinds):
+            pages = frozenset(layouts.get(layer, ())), layer in self._reader.wide_layers
+            kinds.setdefault((pages, *kind), layer)
         return list(kinds.values())
 
     def _warm_up(self, policy: Policy, lane: LaneRunner, layers: Collection[int]) -> Ticket:
@@ -289,7 +283,7 @@ def _repacked(source: OpenCheckpoint, policy: Policy, layout: Layout) -> OpenChe
 def refuse_prediction(source: OpenCheckpoint, experts: ExpertRuntime | None) -> None:
     """Raise ConfigError if ``experts`` are to be predicted by routers that cannot be asked before their layer."""
     asks = experts is not None and experts.residency.predicts_experts
-    if asks and source.graph is not None and not source.graph.predicts:
+    if asks and not source.source.predicts:
         raise ConfigError(
             f"{source.directory / 'config.json'}: the routers of {source.profile.model_type} cannot be asked before "
             "their layer; use another predictor than next_router"
@@ -301,7 +295,7 @@ def weight_dtype(policy: Policy, source: OpenCheckpoint, machine: Machine) -> DT
     a bfloat16 checkpoint is mixed precision, which a module graph does not compute (ConfigError)."""
     stored, asked = source.weight_map.dtype, policy.weight_dtype
     chosen = machine.native_dtype(stored) if asked == "auto" else computed_in(dtype_named(asked), stored)
-    if source.graph is not None and chosen.pages:
+    if chosen.pages and not source.source.mixes:
         raise ConfigError(
             f"{source.directory / 'config.json'}: {source.profile.model_type} runs as its module graph, which does not "
             "compute a bfloat16 checkpoint in float16; run a policy with weight_dtype float32, or use --device cpu"

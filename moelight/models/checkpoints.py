@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from moelight.kernels.products import Workspace
+from moelight.models.decoder import NativeDecoder
 from moelight.models.graph.decoder import GraphDecoder
 from moelight.models.graph.gguf import GGUF_KIND, config_values_of, graph_checkpoint
 from moelight.models.graph.layers import use_kernels
@@ -29,11 +30,19 @@ from moelight.profiles.gguf import GGUFFile, read_gguf
 from moelight.profiles.gguf_families import GraphArchitecture, architecture_of
 from moelight.profiles.gguf_models import GGUFModel, open_gguf
 from moelight.profiles.hf_config import HFConfig
-from moelight.profiles.model import ModelProfile, not_computed
+from moelight.profiles.model import ModelProfile, StoredTensor, not_computed
 from moelight.profiles.quantization import Kept, read_quantization, with_stored
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
+from moelight.weights.load import load_dense
 from moelight.weights.source import GGUF, Checkpoint, resolve_model
-from moelight.weights.tensor_map import OpenCheckpoint, WeightMap, as_stored, locate, open_checkpoint
+from moelight.weights.tensor_map import (
+    OpenCheckpoint,
+    WeightMap,
+    as_stored,
+    locate,
+    open_needed,
+    plain_matrices,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,9 +61,39 @@ def open_model(model: str) -> OpenCheckpoint:
     config = HFConfig.from_file(directory / "config.json")
     model_type = config.find("model_type")
     ours = isinstance(model_type, str) and model_type in FAMILIES
-    if ours and not not_computed(profile_from_dir(directory)):
-        return open_checkpoint(model)
+    if ours and not not_computed(profile := profile_from_dir(directory)):
+        return _open_native(directory, profile)
     return _open_graph(directory)
+
+
+def _open_native(path: Path, profile: ModelProfile, checkpoint: Checkpoint | None = None) -> OpenCheckpoint:
+    """Open ``checkpoint``, of plain matrices, else that in the directory ``path``; nothing is read but headers."""
+    if checkpoint is None:
+        checkpoint = plain_matrices(open_needed(path), profile.dtype)
+    weight_map = locate(checkpoint, profile)
+    profile = replace(profile, dtype=weight_map.dtype.name)
+    opened = OpenCheckpoint(directory=path, profile=profile, weight_map=weight_map, source=NativeSource(weight_map))
+    return opened if profile.stored is None else as_stored(opened)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSource:
+    """`DecoderSource` of a family of `profiles.families`."""
+
+    weight_map: WeightMap
+    road: ClassVar[str] = "native"
+    predicts: ClassVar[bool] = True
+    mixes: ClassVar[bool] = True
+
+    def kept_as(self, part: StoredTensor) -> Kept | None:
+        info = self.weight_map.parts.get(part)
+        return next(((matrix.stored, matrix.kept_bytes) for matrix in info.matrices), None) if info else None
+
+    def decoder(
+        self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype, paged: PagedExperts, *, as_stored: bool
+    ) -> Callable[[Workspace], NativeDecoder]:
+        weights = load_dense(self.weight_map, profile, arena, dtype, as_stored=as_stored)
+        return partial(NativeDecoder, profile, weights, paged=paged, activations=paged.activations)
 
 
 def graph_source(path: Path) -> tuple[GraphModel, Checkpoint]:
@@ -79,23 +118,24 @@ def _graph_of_native(file: GGUFModel, where: str) -> tuple[GraphModel, Checkpoin
 
 
 @dataclass(frozen=True, slots=True)
-class GraphCheckpoint:
-    """`OpenGraph` of one checkpoint."""
+class GraphSource:
+    """`DecoderSource` of a family that transformers computes."""
 
     model: GraphModel
     weights: GraphWeightMap
+    road: ClassVar[str] = "graph"
+    mixes: ClassVar[bool] = False
 
     @property
     def predicts(self) -> bool:
         return self.model.predicts
 
-    def kept_as(self, name: str) -> Kept | None:
-        return self.weights.kept_as(name)
+    def kept_as(self, part: StoredTensor) -> Kept | None:
+        return self.weights.kept_as(part.name)
 
     def decoder(
         self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype, paged: PagedExperts, *, as_stored: bool
     ) -> Callable[[Workspace], GraphDecoder]:
-        """Read all weights outside pages into ``arena`` (uint8, any device): as ``dtype``, or ``as_stored``."""
         fill_weights(self.model, self.weights, arena, dtype, as_stored=as_stored, activations=paged.activations)
         return partial(GraphDecoder, profile, self.model, paged)
 
@@ -122,8 +162,7 @@ def _open_gguf(path: Path) -> OpenCheckpoint:
         return _open_gguf_graph(contents, name, row)
     file = open_gguf(path)
     if not not_computed(file.profile):
-        weight_map = locate(gguf_checkpoint(file), file.profile)
-        return as_stored(OpenCheckpoint(directory=path, profile=file.profile, weight_map=weight_map))
+        return _open_native(path, file.profile, gguf_checkpoint(file))
     model, checkpoint = _graph_of_native(file, str(path))
     opened, _ = _graph_of(model.config, model, checkpoint, json.dumps(dict(file.config.values)), path.stem, path)
     return as_stored(replace(opened, profile=replace(opened.profile, stored=file.profile.stored)))
@@ -159,6 +198,6 @@ def _graph_of(
     weight_map = WeightMap(
         dtype=weights.dtype, parts=MappingProxyType({}), experts=weights.experts, ignored=weights.ignored
     )
-    graph = GraphCheckpoint(model, weights)
-    opened = OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=weight_map, graph=graph)
+    source = GraphSource(model, weights)
+    opened = OpenCheckpoint(directory=checkpoint.directory, profile=profile, weight_map=weight_map, source=source)
     return opened, weights

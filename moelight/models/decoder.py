@@ -115,6 +115,7 @@ class Decoder(Protocol):
         finite: float32 [layers + 1]: entry n is not finite once hidden states were not that entered layer n (the last:
             the head). None unless in mixed precision.
         predicts: whether `predict_experts` may be called.
+        kinds: of the layers, by which their kernels differ; empty if launches are not to be recorded or warmed up.
         whole_layers: whether `decode_layers` may be.
         sinks: float [Hq] of the layers whose attention has them; complete once a layer has been computed.
         activations: of the experts of each layer; None if no kernel computes it, or there are none.
@@ -126,6 +127,7 @@ class Decoder(Protocol):
     space: Workspace
     finite: Tensor | None
     predicts: bool
+    kinds: Sequence[tuple[object, ...]]
     whole_layers: bool
     sinks: Mapping[int, Tensor]
     activations: Sequence[Activation | None]
@@ -219,6 +221,7 @@ class NativeDecoder:
         """``activations``: those that products with quantised matrices outside the experts take, as `Policy` says."""
         self.model, self.paged, self._activations = model, paged, activations
         self.weights = weights
+        self.kinds = [(moe, *layer.types) for moe, layer in zip(model.moe_layers, weights.layers, strict=True)]
         self.space = space
         self.dtype = space.inputs.dtype
         self.activations: Sequence[Activation | None] = [SILU if moe else None for moe in model.moe_layers]

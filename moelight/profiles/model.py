@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from moelight.core.errors import ConfigError
 from moelight.profiles.names import TensorNames
 from moelight.profiles.rope import BY_LENGTH, ByLength, RopeScaling
 from moelight.profiles.stored import StoredWeights
@@ -301,9 +300,3 @@ NOT_COMPUTED: dict[str, Callable[[ModelProfile], bool]] = {
 def not_computed(model: ModelProfile) -> tuple[str, ...]:
     """The features of ``model`` that the native decoder does not compute; such a model runs as its module graph."""
     return tuple(feature for feature, asked in NOT_COMPUTED.items() if asked(model))
-
-
-def require_computable(model: ModelProfile, *, where: str) -> None:
-    """Raise ConfigError, naming the file ``where``, if the native decoder does not compute a feature of ``model``."""
-    if missing := ", ".join(not_computed(model)):
-        raise ConfigError(f"{where}: the native decoder of {model.model_type} does not compute {missing}")

@@ -45,7 +45,7 @@ class Operations:
     ) -> None:
         """``caches``: of all layers for `Decoder.decode_layers`, or none; ``score_rows``: most rows of a prompt that
         are scored at once."""
-        self._decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
+        self.decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
         self._caches = caches
         self.whole_layers = bool(caches) and decoder.whole_layers
         self._pool = pool
@@ -63,7 +63,7 @@ class Operations:
     def forget_range(self) -> None:
         """Forget that hidden states were not finite, on the current stream."""
         if self.finite is not None:
-            self.finite.copy_(require(self._decoder.finite).zero_(), non_blocking=True)
+            self.finite.copy_(require(self.decoder.finite).zero_(), non_blocking=True)
 
     def bind(self, pass_pages: PassPages, sample: Sample, score: Score) -> Perform:
         """The function that maps a task of ``pass_pages`` to its work.
@@ -110,7 +110,7 @@ class Operations:
         mb.land()
         if n := mb.decoding:
             torch.index_select(self._pool, 0, mb.places, out=mb.token_ids[:n])
-        mb.running = self._decoder.begin(mb.token_ids, mb.positions, mb.hidden, mb.chunks)
+        mb.running = self.decoder.begin(mb.token_ids, mb.positions, mb.hidden, mb.chunks)
         if mb.graphs is not None:
             mb.running = [
                 mb.graphs.placed(f"running {index}", mb.row, tensor) for index, tensor in enumerate(mb.running)
@@ -118,14 +118,14 @@ class Operations:
 
     def _pre_attention(self, task: Task, mb: MicroBatch) -> None:
         def compute() -> Sequence[Tensor]:
-            return self._decoder.pre_attention(task.layer, mb.hidden, require(mb.running))
+            return self.decoder.pre_attention(task.layer, mb.hidden, require(mb.running))
 
         if mb.graphs is None:
             projected = compute()
         else:
             key = task.kind, task.layer, mb.row, mb.tokens
             projected = mb.graphs.run(key, compute, (), name="before", row=mb.row)
-        mb.qkv = self._decoder.split_heads(projected)
+        mb.qkv = self.decoder.split_heads(projected)
 
     def _layers(self, task: Task, pass_pages: PassPages) -> None:
         """All of them in one call, if there is one for their experts; else phase by phase."""
@@ -133,7 +133,7 @@ class Operations:
         experts = [self._moe_ops.layer_experts(layer, pass_pages) for layer in layers]
         caches = self._caches[layers.start : layers.stop]
         sequences = mb.block_tables, mb.seq_lens
-        if self._decoder.decode_layers(layers, mb.hidden, caches, *sequences, experts, require(mb.running)):
+        if self.decoder.decode_layers(layers, mb.hidden, caches, *sequences, experts, require(mb.running)):
             return
         for layer in layers:
             one = replace(task, layer=layer)
@@ -144,21 +144,21 @@ class Operations:
     def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
         """Sample into the pool, begin the copy to the host (complete when the lane's ticket is), then score. A token
         below 0 is no token: the host drops what is computed for it."""
-        self._decoder.end(mb.hidden, require(mb.running))
-        hidden, rows = mb.hidden, sample_rows(self._decoder.model)
+        self.decoder.end(mb.hidden, require(mb.running))
+        hidden, rows = mb.hidden, sample_rows(self.decoder.model)
         if len(mb.sample_rows) < len(hidden):
             hidden = hidden[mb.sample_rows]
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
-            tokens = sample(task.micro_batch, first, self._decoder.logits(hidden[part]))
+            tokens = sample(task.micro_batch, first, self.decoder.logits(hidden[part]))
             self._pool.index_copy_(0, mb.sample_places[part], tokens.clamp(min=0))
             mb.sampled[part].copy_(tokens, non_blocking=True)
         for first in range(0, len(mb.targets), self._score_rows):
             part = slice(first, first + self._score_rows)
-            logits = self._decoder.logits(mb.hidden[mb.scored_rows[part]])
+            logits = self.decoder.logits(mb.hidden[mb.scored_rows[part]])
             score(task.micro_batch, first, logits, mb.targets[part])
         if self.finite is not None:
-            self.finite.copy_(require(self._decoder.finite), non_blocking=True)
+            self.finite.copy_(require(self.decoder.finite), non_blocking=True)
 
 
 def _send(target: Tensor, source: Tensor) -> None:

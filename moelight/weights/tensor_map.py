@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType, dtype_named
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
-from moelight.profiles.families import FAMILIES, profile_from_dir
+from moelight.profiles.families import FAMILIES
 from moelight.profiles.hf_config import HFConfig
-from moelight.profiles.model import ModelProfile, StoredTensor, require_computable
+from moelight.profiles.model import ModelProfile, StoredTensor
 from moelight.profiles.quantization import Kept, kept_matrices, read_quantization, with_pages
 from moelight.profiles.tensor_list import dense_tensors, page_shapes
 from moelight.weights.expert_pages import ExpertPages, lay_out_pages
@@ -25,7 +25,7 @@ from moelight.weights.ignored import COMPUTED, IgnoreRule, ignore_rules, set_asi
 from moelight.weights.loose_experts import experts_one_by_one
 from moelight.weights.page_layout import in_a_row
 from moelight.weights.quantized_checkpoint import as_matrices
-from moelight.weights.source import Checkpoint, IgnoredTensor, resolve_model
+from moelight.weights.source import Checkpoint, IgnoredTensor
 from moelight.weights.tensor_info import TensorInfo
 
 
@@ -73,7 +73,7 @@ class OpenCheckpoint:
     directory: Path
     profile: ModelProfile
     weight_map: WeightMap
-    graph: OpenGraph | None = None
+    source: DecoderSource
 
     @property
     def ignored(self) -> tuple[IgnoredTensor, ...]:
@@ -81,36 +81,32 @@ class OpenCheckpoint:
         return self.weight_map.ignored
 
 
-class OpenGraph(Protocol):
-    """The module graph of a family that is none of `profiles.families` (`models.checkpoints`).
+class DecoderSource(Protocol):
+    """The code that computes the model of a checkpoint, and what it reads outside pages (`models.checkpoints`).
 
-    ``predicts``: its routers can be asked for experts of a later layer.
+    Attributes:
+        road: ``native``: moelight's own decoder; ``graph``: transformers' module graph.
+        predicts: whether its routers can be asked for experts of a later layer.
+        mixes: whether it computes a bfloat16 checkpoint in float16.
     """
 
     @property
+    def road(self) -> str: ...
+    @property
     def predicts(self) -> bool: ...
+    @property
+    def mixes(self) -> bool: ...
 
-    def kept_as(self, name: str) -> Kept | None:
-        """The format and bytes of what a CPU keeps as it is stored in place of tensor ``name`` outside pages."""
+    def kept_as(self, part: StoredTensor) -> Kept | None:
+        """The format and bytes of what a CPU keeps as it is stored in place of ``part`` outside pages."""
         ...
 
     def decoder(
         self, profile: ModelProfile, arena: Any, dtype: Any, paged: Any, *, as_stored: bool
     ) -> Callable[[Any], Any]:
-        """Read all weights outside pages into ``arena``; returns what makes the decoder with a workspace.
-        ``paged``: the experts in pages; ``as_stored``: what `kept_as` says stays as it is stored."""
+        """Read all weights outside pages into ``arena`` (uint8, any device) as ``dtype``; returns what makes the
+        decoder with a workspace. ``paged``: the experts in pages; ``as_stored``: what `kept_as` names stays so."""
         ...
-
-
-def open_checkpoint(model: str) -> OpenCheckpoint:
-    """Find ``model`` and audit it: every tensor present, of the right shape, none left over; else CheckpointError."""
-    directory = resolve_model(model)
-    profile = profile_from_dir(directory)
-    require_computable(profile, where=str(directory / "config.json"))
-    weight_map = locate(plain_matrices(open_needed(directory), profile.dtype), profile)
-    profile = replace(profile, dtype=weight_map.dtype.name)
-    opened = OpenCheckpoint(directory=directory, profile=profile, weight_map=weight_map)
-    return opened if profile.stored is None else as_stored(opened)
 
 
 def open_needed(directory: Path, is_needed: Callable[[str], bool] | None = None) -> Checkpoint:
@@ -132,17 +128,10 @@ def plain_matrices(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 def as_stored(opened: OpenCheckpoint) -> OpenCheckpoint:
     """``opened``, whose profile is quantised, with the profile of what its pages hold."""
-    weight_map, profile, experts, graph = opened.weight_map, opened.profile, opened.weight_map.experts, opened.graph
+    profile, experts = opened.profile, opened.weight_map.experts
     if experts.dtype is not None:
         return replace(opened, profile=replace(profile, stored=None))  # other matrices are not quantised in memory
-
-    def kept_as(part: StoredTensor) -> Kept | None:
-        if graph is not None:
-            return graph.kept_as(part.name)
-        info = weight_map.parts.get(part)
-        return next(((matrix.stored, matrix.kept_bytes) for matrix in info.matrices), None) if info else None
-
-    sizes, matrices = experts.page_bytes(profile.num_layers), kept_matrices(profile, kept_as)
+    sizes, matrices = experts.page_bytes(profile.num_layers), kept_matrices(profile, opened.source.kept_as)
     return replace(opened, profile=with_pages(profile, sizes, matrices, experts.turned_bytes))
 
 

@@ -91,7 +91,7 @@ def test_transformers_loads_it_and_our_audit_finds_nothing(
 
 @pytest.mark.parametrize("model", ["dbrx", "gpt-oss-20b", "deepseek-v2-lite"])
 def test_a_model_that_cannot_be_run_is_not_made(maker: ModuleType, model: str) -> None:
-    with pytest.raises(ConfigError, match=f"{model}: .*the native decoder of .* does not compute"):
+    with pytest.raises(ConfigError, match=f"{model}: the native decoder does not compute"):
         maker.scaled_config(model)
 
 

@@ -21,9 +21,9 @@ from moelight.core.request import Completion, SamplingParams
 from moelight.engine import planning
 from moelight.engine.engine import Engine
 from moelight.engine.planning import resolve, resolve_host_pages
+from moelight.models.checkpoints import open_model
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine, find_machine
-from moelight.weights.tensor_map import open_checkpoint
 from tests.engines import Tiny
 from tests.tiny import BOS
 
@@ -313,7 +313,7 @@ def test_a_policy_must_suit_the_machine(model: Path) -> None:
 
 def test_homes_are_pinned_where_the_machine_locks_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decided with a reason; never on a twin, never for pages that do not cross, never where it would take too much."""
-    profile, twin = open_checkpoint(str(model)).profile, find_machine("twin")
+    profile, twin = open_model(str(model)).profile, find_machine("twin")
     cuda = replace(twin, twin=False, device=torch.device("cuda", 0))
     policy = resolve(Policy(model=str(model), ffn_device="gpu"), profile, discrete=True)
 

@@ -160,7 +160,7 @@ def test_closing_frees_the_model(model: Path, device: str) -> None:
         engine.generate(PROMPTS, HOW)
         passes = engine._passes
         assert passes is not None
-        embed = weakref.ref(floats_of(passes.model.weights.embed))
+        embed = weakref.ref(floats_of(passes.model.operations.decoder.weights.embed))
         runner = weakref.ref(passes)
         assert moelight_threads()
         assert open_files()

@@ -21,10 +21,10 @@ from moelight.hrm.costs import page_bytes, qkv_bytes
 from moelight.hrm.footprint import footprint
 from moelight.hrm.placement import place_pages
 from moelight.hrm.schedule_time import ON_DEMAND_SCHEDULES
+from moelight.models.checkpoints import open_model
 from moelight.paging.slots import SlotTable
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import device_peak, find_machine
-from moelight.weights.tensor_map import open_checkpoint
 from tests.cases import covering, thorough
 from tests.engines import Tiny, least_memory
 
@@ -114,7 +114,7 @@ def test_a_real_device_takes_what_was_announced(tiny: Tiny, attention: str) -> N
     with Engine(policy, device="auto") as engine:
         device = find_machine("auto").device
         before = int(torch.get_device_module(device).memory_allocated(device))
-        dtype = weight_dtype(engine.policy, open_checkpoint(policy.model), find_machine("auto"))
+        dtype = weight_dtype(engine.policy, open_model(policy.model), find_machine("auto"))
         announced = footprint(engine.profile, engine.policy, dtype=dtype)
         bound = announced.total("device")
         assert before >= bound - announced.bytes_of("transient") - announced.bytes_of("device_runtime")

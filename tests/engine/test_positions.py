@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moelight.core.errors import ConfigError
-from moelight.weights.tensor_map import open_checkpoint
+from moelight.models.checkpoints import open_model
 from tests.engine.test_parity import reference, texts
 from tests.engines import Tiny, forced, in_turn
 from tests.tiny import FAMILIES, hf_model
@@ -71,7 +71,7 @@ def test_unknown_positions_are_refused_by_their_key(spelling: str, family: str, 
     unknown = {spelling: "spiral", "factor": 4.0}
     directory = rewritten(tiny(family), tmp_path / "model", {"rope_parameters": BASE, "rope_scaling": unknown})
     with pytest.raises(ConfigError) as caught:
-        open_checkpoint(str(directory))
+        open_model(str(directory))
     assert str(caught.value) == (
         f"{directory}/config.json: rope_scaling: rope_type 'spiral' is not supported; known: default, linear, dynamic, "
         "yarn, longrope, llama3"

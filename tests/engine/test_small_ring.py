@@ -14,9 +14,9 @@ from moelight.engine.engine import Engine
 from moelight.engine.options import EngineOptions
 from moelight.engine.planning import plan_for, resolve
 from moelight.hrm import costs
+from moelight.models.checkpoints import open_model
 from moelight.profiles.families import profile_from_dir
 from moelight.runtime.machine import find_machine
-from moelight.weights.tensor_map import open_checkpoint
 from tests.cases import covering, thorough
 from tests.engine.graphs import STREAMED, tokens
 from tests.engine.test_invariance import DEVICES, MODELS, PROMPTS, SAMPLING, WORK, answers, fits, run, truth
@@ -76,7 +76,7 @@ def test_the_least_memory_is_that_of_a_few_pages(device: str, tiny: Tiny) -> Non
         assert engine.policy.residents == "static"
         assert answers(engine.generate(PROMPTS, SAMPLING)) == truth(model)
     with pytest.raises(BudgetError, match=r"too small for .* at least"):
-        of = str(model), open_checkpoint(str(model)), find_machine(device)
+        of = str(model), open_model(str(model)), find_machine(device)
         plan_for(*of, EngineOptions(schedule="serial", **least), WORK)
 
 

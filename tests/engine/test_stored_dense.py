@@ -122,7 +122,7 @@ def test_a_tied_head_is_the_stored_embedding(write: Write) -> None:
     wanted = answers(write("mix", unpacked=True, tied=True))
     path = write("mix", tied=True)
     assert answers(path) == wanted
-    tensors = {name: tensor for tensor in open_model(str(path)).graph.weights.dense for name in tensor.names}
+    tensors = {name: tensor for tensor in open_model(str(path)).source.weights.dense for name in tensor.names}
     assert tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"]
     assert [matrix.stored.name for matrix in tensors["lm_head.weight"].stack] == ["Q5_K"]
 

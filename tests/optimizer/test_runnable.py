@@ -18,6 +18,7 @@ from moelight.engine.api import optimize
 from moelight.engine.options import EngineOptions
 from moelight.engine.planning import hardware_for, plan_for, resolve
 from moelight.formats.packed import PackedFormat
+from moelight.models.checkpoints import open_model
 from moelight.optimizer.runnable import device_faults, policy_faults
 from moelight.profiles.hardware import HardwareProfile, load_hardware_profile
 from moelight.profiles.hardware_text import hardware_profile_text
@@ -25,7 +26,6 @@ from moelight.profiles.policy_files import load_policy, policy_text
 from moelight.profiles.quantization import with_stored
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
-from moelight.weights.tensor_map import open_checkpoint
 from tests.cases import thorough
 from tests.cli.program import moelight_inside, write_prompts
 from tests.shapes import small_model
@@ -163,7 +163,7 @@ def test_of_several_gpus_one_is_planned_for(tmp_path: Path) -> None:
     result = hardware_for(str(path), discrete=True)
     one = result.processor("gpu")
     assert one is not None and one == replace(unit, count=1) and result.tiers == machine.tiers
-    source = open_checkpoint("demo")
+    source = open_model("demo")
 
     def planned(hw: str) -> float:
         options = EngineOptions(hw=hw, host_memory=2 << 30, device_memory=1 << 30)

@@ -69,14 +69,14 @@ def test_a_job_opens_none_of_them(trapped: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_where_pickles_are_all_there_is_it_is_said(listed: bool, trapped: Path, tmp_path: Path) -> None:
-    from moelight.weights.tensor_map import open_checkpoint
+    from moelight.models.checkpoints import open_model
 
     (trapped / "model.safetensors").unlink()
     if listed:
         index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "pytorch_model.bin"}}
         (trapped / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"\.bin" if listed else "a pickle, which is never opened"):
-        open_checkpoint(str(resolve_model(str(trapped))))
+        open_model(str(resolve_model(str(trapped))))
     assert not (tmp_path / "sprung").exists()
 
 

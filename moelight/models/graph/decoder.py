@@ -76,6 +76,7 @@ class GraphDecoder:
     """
 
     finite = None
+    kinds: Sequence[tuple[object, ...]] = ()
 
     def __init__(self, model: ModelProfile, graph: GraphModel, paged: PagedExperts, space: Workspace) -> None:
         self.model, self.paged, self.space, self.dtype = model, paged, space, space.inputs.dtype
