@@ -853,7 +853,7 @@ def _deepseek4(keys: Metadata) -> dict[str, Any]:
         "o_lora_rank": keys.integer("attention.output_lora_rank", least=1),
         **_choosing(keys),
         **_lanes(keys),
-        "swiglu_limit": _limit(keys),
+        "swiglu_limit": _limit(keys, None),
         "rope_parameters": {
             "main": {"rope_type": "default", "rope_theta": base, **share},
             "compress": compressed | share | {"rope_theta": keys.number("attention.compress_rope_freq_base", base)},
@@ -896,11 +896,11 @@ def _lanes(keys: Metadata) -> dict[str, Any]:
     }
 
 
-def _limit(keys: Metadata) -> Any:
-    """The limit of activations, of routed and of shared experts."""
-    limit = keys.need("swiglu_clamp_exp")
+def _limit(keys: Metadata, default: float | None) -> float:
+    """The limit of activations, of routed and of shared experts; 0 is none."""
+    limit = keys.number("swiglu_clamp_exp", keys.need("swiglu_clamp_exp") if default is None else default)
     keys.only("swiglu_clamp_shexp", (limit,), f"and that of experts is {limit}")
-    return limit
+    return limit or math.inf
 
 
 def _glm5_next(keys: Metadata) -> dict[str, Any]:
@@ -928,13 +928,12 @@ def _glm5_next(keys: Metadata) -> dict[str, Any]:
         "linear_head_dim": keys.integer("kda.head_dim", least=1),
         "linear_num_heads": keys.integer("attention.head_count", least=1),
         "linear_lower_bound": keys.get("kda.gate_lower_bound"),
-        "swiglu_limit": _limit(keys),
+        "swiglu_limit": _limit(keys, 0.0),
     }
 
 
 def _hy_v4(keys: Metadata) -> dict[str, Any]:
     """As GLM's with a choice of keys among layers; a file without one attends to all keys."""
-    limit = keys.number("swiglu_clamp_exp", 0.0)
     if not keys.get("attention.indexer.head_count"):
         raise keys.error(f"{keys.name} without a choice of keys is not computed; use the checkpoint in safetensors")
     return {
@@ -943,7 +942,7 @@ def _hy_v4(keys: Metadata) -> dict[str, Any]:
         "hc_mult": keys.integer("hyper_connection.count", least=1),
         "hc_eps": keys.number("hyper_connection.epsilon", 1e-6),
         "hc_magnitude": keys.number("hyper_connection.magnitude", 2.0),
-        "swiglu_limit": limit or math.inf,
+        "swiglu_limit": _limit(keys, 0.0),
     }
 
 

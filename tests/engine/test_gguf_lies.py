@@ -18,6 +18,7 @@ from moelight.models.graph.model import GraphModel, config_of, on_meta
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.weights import weights_in
 from moelight.profiles.gguf import GGMLTensor, GGUFFile
+from moelight.profiles.gguf_config import Metadata
 from moelight.profiles.gguf_families import FIELDS, GRAPH_ARCHITECTURES, GraphArchitecture, architecture_of
 from tests.engine import gguf_architectures as architectures
 from tests.engine.test_gguf_architectures import HEADERS
@@ -34,16 +35,21 @@ NAMES = sorted(
 )
 
 
-def opened(name: str, changes: dict[str, Any]) -> None:
-    """Read a file of the entry ``name`` whose keys have the values ``changes``; raises what its reader raises."""
-    header, architecture = HEADERS[name], architectures.architecture(name)
-    path, offset, tensors = Path("lies.gguf"), 0, dict[str, GGMLTensor]()
+def tensors_of(header: dict[str, Any]) -> dict[str, GGMLTensor]:
+    offset, tensors = 0, dict[str, GGMLTensor]()
     for tensor, shape in header["tensors"].items():
         nbytes = 4 * math.prod(shape)
         tensors[tensor] = GGMLTensor(
-            name=tensor, file=path, type="F32", shape=tuple(shape), offset=offset, nbytes=nbytes
+            name=tensor, file=Path("lies.gguf"), type="F32", shape=tuple(shape), offset=offset, nbytes=nbytes
         )
         offset += nbytes
+    return tensors
+
+
+def opened(name: str, changes: dict[str, Any]) -> None:
+    """Read a file of the entry ``name`` whose keys have the values ``changes``; raises what its reader raises."""
+    header, architecture = HEADERS[name], architectures.architecture(name)
+    path, tensors = Path("lies.gguf"), tensors_of(header)
     keys = {**header["keys"], "vocab_size": 320, **changes}
     metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
     file = GGUFFile(path=path, metadata=metadata, tensors=tensors)
@@ -75,6 +81,16 @@ def test_a_field_of_another_kind_is_named() -> None:
     for key in sorted((FIELDS.keys() & keys.keys()).difference(row.keys)):
         with pytest.raises(ConfigError, match=rf"lies\.gguf: kimi-linear\.{key} is 'a'"):
             opened("kimi-linear", {key: ["a"] if key == "context_length" else "a"})
+
+
+@pytest.mark.parametrize("name", ["glm5-next", "hy_v4"])
+def test_activations_without_a_limit(name: str) -> None:
+    """llama.cpp takes 0 for none, which is what a file without the key has."""
+    row, header = GRAPH_ARCHITECTURES[name], HEADERS[name]
+    metadata = {f"{name}.{key}": value for key, value in header["keys"].items() if not key.startswith("swiglu_clamp")}
+    tensors = tensors_of(header)
+    file = GGUFFile(path=Path("none.gguf"), metadata={**metadata, f"{name}.vocab_size": 320}, tensors=tensors)
+    assert row.more(Metadata(file, name))["swiglu_limit"] == math.inf
 
 
 def test_an_error_within_transformers_names_the_file() -> None:
