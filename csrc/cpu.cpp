@@ -250,6 +250,8 @@ bool force_bf16_products(Bf16Products how) {
 }
 
 void unforce_bf16_products() { forced_products.store(kNotForced, std::memory_order_relaxed); }
+bool bf16_products_forced() { return forced_products.load(std::memory_order_relaxed) != kNotForced; }
+bool bf16_products_run(Bf16Products how) { return products_run(how); }
 
 Int8Products int8_products() {
   const Isa isa = active_isa();
@@ -270,6 +272,8 @@ bool force_int8_products(Int8Products how) {
 }
 
 void unforce_int8_products() { forced_int8.store(kNotForced, std::memory_order_relaxed); }
+bool int8_products_forced() { return forced_int8.load(std::memory_order_relaxed) != kNotForced; }
+bool int8_products_run(Int8Products how) { return int8_runs(how, active_isa()); }
 
 bool permutes_bytes() { return features().avx512_vbmi; }
 

@@ -84,6 +84,7 @@ inline int checked_threads(int64_t threads) {
 void add_gqa(nb::module_& module);
 void add_delta(nb::module_& module);
 void add_ffn(nb::module_& module);
+void add_forms(nb::module_& module);
 void add_mla(nb::module_& module);
 void add_layer(nb::module_& module);
 void add_norm(nb::module_& module);

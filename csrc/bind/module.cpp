@@ -27,24 +27,20 @@ void set_isa(const std::string& name) {
   refuse("isa", "must be auto, scalar, avx2, avx512 or neon, is '" + name + "'");
 }
 
-constexpr const char* kProducts[] = {"wide", "pairs", "tiles", "emulated", "halves"};
-
 void set_bf16_products(const std::string& name) {
   if (name == "auto") return unforce_bf16_products();
-  for (int how = 0; how < 5; ++how) {
-    if (name != kProducts[how]) continue;
+  for (int how = 0; how < kBf16ProductForms; ++how) {
+    if (name != kBf16ProductNames[how]) continue;
     if (!force_bf16_products(static_cast<Bf16Products>(how))) refuse("name", name + " does not run on this processor");
     return;
   }
   refuse("name", "must be auto, wide, pairs, tiles, emulated or halves, is '" + name + "'");
 }
 
-constexpr const char* kInt8Products[] = {"wide", "dots", "tiles", "emulated"};
-
 void set_int8_products(const std::string& name) {
   if (name == "auto") return unforce_int8_products();
-  for (int how = 0; how < 4; ++how) {
-    if (name != kInt8Products[how]) continue;
+  for (int how = 0; how < kInt8ProductForms; ++how) {
+    if (name != kInt8ProductNames[how]) continue;
     if (!force_int8_products(static_cast<Int8Products>(how))) refuse("name", name + " do not run on this processor");
     return;
   }
@@ -67,15 +63,16 @@ NB_MODULE(_native, module) {
   module.def("isa", [] { return moelight::isa_name(moelight::active_isa()); });
   module.def("isa_available", isa_available);
   module.def("set_isa", set_isa, "name"_a);
-  module.def("bf16_products", [] { return kProducts[static_cast<int>(moelight::bf16_products())]; });
+  module.def("bf16_products", [] { return moelight::kBf16ProductNames[static_cast<int>(moelight::bf16_products())]; });
   module.def("set_bf16_products", set_bf16_products, "name"_a);
-  module.def("int8_products", [] { return kInt8Products[static_cast<int>(moelight::int8_products())]; });
+  module.def("int8_products", [] { return moelight::kInt8ProductNames[static_cast<int>(moelight::int8_products())]; });
   module.def("set_int8_products", set_int8_products, "name"_a);
   module.def("cpu_features", cpu_features);
   module.def("cpu_vendor", moelight::cpu_vendor);
   add_gqa(module);
   add_delta(module);
   add_ffn(module);
+  add_forms(module);
   add_layer(module);
   add_mla(module);
   add_copy(module);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ffn.h"
+#include "forms.h"
 #include "moelight/cpu.h"
 #include "moelight/workspace.h"
 #include "quantized/integers.h"
@@ -37,9 +38,9 @@ constexpr int64_t kTurnedDepth = 1024, kTurnedRow = 2 * kTurnedDepth + 64;
 // Less work than this is done before a second thread wakes: bytes to read, and products to sum.
 constexpr int64_t kSmallBytes = 128 << 10, kSmallProducts = 1 << 20;
 
-Kernel integer_kernel(DType x) {
+Kernel integer_kernel(DType x, [[maybe_unused]] Int8Products form) {
 #if defined(__x86_64__)
-  switch (int8_products()) {
+  switch (form) {
     case Int8Products::kDots:
       return active_isa() == Isa::kAvx512 ? integers_avx512_vnni(x) : integers_avx_vnni(x);
     case Int8Products::kTiles:
@@ -50,22 +51,39 @@ Kernel integer_kernel(DType x) {
       break;
   }
 #elif defined(__aarch64__)
-  if (int8_products() == Int8Products::kDots) return mixes_signs() ? integers_neon_i8mm(x) : integers_neon_dots(x);
+  if (form == Int8Products::kDots) return mixes_signs() ? integers_neon_i8mm(x) : integers_neon_dots(x);
 #endif
   return MOELIGHT_ACTIVE(integers)(x);
 }
 
+// `like`: one of the weights, or null.
+ProductClass class_of(const Format& format, const Quantized* like) {
+  if (like == nullptr) return format.integers ? ProductClass::kFine : ProductClass::kBf16;
+  if (format.integers) return integer_form(*like).part > 32 ? ProductClass::kCoarse : ProductClass::kFine;
+  const FormatTraits& stored = *like->format;
+  return stored.block_bytes < stored.block ? ProductClass::kLow : ProductClass::kHigh;
+}
+
+bool has_pairs(DType x, const Format& format) {
+  return x == DType::kBFloat16 && format.type != WeightType::kFloat32 && format.type != WeightType::kFloat16;
+}
+
+// A Bf16Products, or an Int8Products of formats with integers.
+int form_for(DType x, const Format& format, ProductClass products, int size) {
+  if (format.integers) return static_cast<int>(int8_form(products, size));
+  return static_cast<int>(has_pairs(x, format) ? bf16_form(products, size) : Bf16Products::kWide);
+}
+
 // Transposed weights meet dot products of float32 rather than of pairs of bfloat16, which take two lines of K at once;
 // for tiles they are turned.
-Kernel kernel_for(DType x, const Format& format) {
+Kernel kernel_for(DType x, const Format& format, [[maybe_unused]] int form) {
   const WeightType weight = format.type;
-  if (format.integers) return integer_kernel(x);
-  [[maybe_unused]] const bool pairs =
-      x == DType::kBFloat16 && weight != WeightType::kFloat32 && weight != WeightType::kFloat16;
+  if (format.integers) return integer_kernel(x, static_cast<Int8Products>(form));
+  [[maybe_unused]] const bool pairs = has_pairs(x, format);
 #if defined(__x86_64__)
   if (pairs && active_isa() == Isa::kAvx2 && !format.transposed) return ffn_avx2_pairs(weight);
   if (pairs && active_isa() == Isa::kAvx512) {
-    switch (bf16_products()) {
+    switch (static_cast<Bf16Products>(form)) {
       case Bf16Products::kPairs:
         if (format.transposed) break;
         return ffn_avx512_dots(weight);
@@ -82,7 +100,7 @@ Kernel kernel_for(DType x, const Format& format) {
   }
 #elif defined(__aarch64__)
   if (pairs && active_isa() == Isa::kNeon && !format.transposed)
-    return bf16_products() == Bf16Products::kPairs ? ffn_neon_bf16() : ffn_neon_pairs();
+    return form == static_cast<int>(Bf16Products::kPairs) ? ffn_neon_bf16() : ffn_neon_pairs();
 #endif
   return MOELIGHT_ACTIVE(ffn)(x, weight);
 }
@@ -114,7 +132,8 @@ struct Projection {
   bool in_place = false;
   Span source = {}, prepared = {};
 
-  Projection(DType type, const Format& format) : kernel(kernel_for(type, format)), format(format), type(type) {}
+  Projection(DType type, const Format& format, int form)
+      : kernel(kernel_for(type, format, form)), format(format), type(type) {}
 
   bool runs_in_place() const { return kernel.in_place && format.depth % kernel.step == 0; }
   int64_t prepared_bytes() const {
@@ -502,17 +521,60 @@ struct Buffers {
   int64_t total(int threads) const { return gate + x + inner + prepared + threads * worker; }
 };
 
-Buffers buffers_of(const Inward& inward, const Projection& down, int64_t tokens, int64_t experts) {
-  const Projection *const up = inward.up, *const gate = inward.gate;
-  const int64_t max_tokens = std::min(tokens, up == nullptr ? kGroupTokens : group_tokens(down)),
-                pieces = std::min(max_tokens, experts);
-  const int64_t scratch = std::max(
-      {down.scratch_bytes(), up == nullptr ? 0 : up->scratch_bytes(), gate == nullptr ? 0 : gate->scratch_bytes()});
-  return {.gate = inward.twice ? gate->buffer_bytes(max_tokens, pieces) : 0,
-          .x = up == nullptr ? 0 : up->buffer_bytes(max_tokens, pieces),
-          .inner = up == nullptr ? 0 : Workspace::aligned(max_tokens * inner_bytes(down)),
-          .prepared = up != nullptr && down.runs_in_place() ? 0 : down.buffer_bytes(max_tokens, pieces),
-          .worker = Worker::bytes(scratch)};
+// Calls f with a projection for every form that may serve weights of a format here.
+template <class F>
+void for_each_form(DType x, const Format& format, const F& f) {
+  const bool several =
+      format.integers ? int8_products() != Int8Products::kWide : bf16_products() != Bf16Products::kWide;
+  const int sizes = several ? kFormSizes : 1;
+  unsigned seen = 0;
+  for (int c = 0; c < kProductClasses; ++c) {
+    const auto products = static_cast<ProductClass>(c);
+    if (has_integers(products) != format.integers) continue;
+    if (!format.integers && (products == ProductClass::kBf16) == (format.type == WeightType::kQuantized)) continue;
+    for (int size = 0; size < sizes; ++size) {
+      const int form = form_for(x, format, products, size);
+      if ((seen >> form & 1) == 0) f(Projection(x, format, form));
+      seen |= 1U << form;
+    }
+  }
+}
+
+// Enough for every form, as nobody who asks beforehand knows which will serve. Without `up` for a linear layer; `twice`
+// as in Inward.
+Buffers buffers_of(DType x, const Format* gate, const Format* up, const Format& down, bool twice, int64_t tokens,
+                   int64_t experts) {
+  Buffers sizes = {};
+  int64_t scratch = 0, max_tokens = std::min(tokens, kGroupTokens), pieces = 0;
+  const auto raise = [](int64_t& to, int64_t bytes) { to = std::max(to, bytes); };
+  for_each_form(x, down, [&](const Projection& projection) {
+    if (up != nullptr) max_tokens = std::min(tokens, group_tokens(projection));
+    pieces = std::min(max_tokens, experts);
+    if (up != nullptr) sizes.inner = Workspace::aligned(max_tokens * inner_bytes(projection));
+    if (up == nullptr || !projection.runs_in_place())
+      raise(sizes.prepared, projection.buffer_bytes(max_tokens, pieces));
+    raise(scratch, projection.scratch_bytes());
+  });
+  const auto inward = [&](const Format* format, bool prepares, int64_t& bytes) {
+    if (format == nullptr) return;
+    for_each_form(x, *format, [&](const Projection& projection) {
+      if (prepares) raise(bytes, projection.buffer_bytes(max_tokens, pieces));
+      raise(scratch, projection.scratch_bytes());
+    });
+  };
+  inward(up, true, sizes.x), inward(gate, twice, sizes.gate);
+  sizes.worker = Worker::bytes(scratch);
+  return sizes;
+}
+
+// What serves a call whose experts have about so many rows; one of the weights, or null, tells their class.
+Projection projection_for(DType x, const Format& format, const Weight* weight, int64_t rows) {
+  const ProductClass products = class_of(format, weight == nullptr ? nullptr : weight->quantized);
+  const int form = form_for(x, format, products, form_size(rows));
+  count_product(products, form);
+  Projection projection(x, format, form);
+  if (weight != nullptr) projection.choose(*weight);
+  return projection;
 }
 
 }  // namespace
@@ -520,10 +582,9 @@ Buffers buffers_of(const Inward& inward, const Projection& down, int64_t tokens,
 void linear(const LinearArgs& args) {
   const Tokens& tokens = args.tokens;
   const int64_t bytes = dtype_bytes(tokens.type);
-  Projection projection(tokens.type, args.format);
-  projection.choose(args.weight);
+  Projection projection = projection_for(tokens.type, args.format, &args.weight, tokens.count);
   const Inward none = {nullptr, nullptr, false};
-  const Buffers buffers = buffers_of(none, projection, tokens.count, 1);
+  const Buffers buffers = buffers_of(tokens.type, nullptr, nullptr, args.format, false, tokens.count, 1);
   char* const memory = workspace().bytes(buffers.total(args.threads));
   const Span x = {const_cast<char*>(static_cast<const char*>(tokens.x)), tokens.x_stride * bytes};
   const Span out = {static_cast<char*>(tokens.out), tokens.out_stride * bytes};
@@ -540,15 +601,20 @@ void linear(const LinearArgs& args) {
 void expert_ffn(const ExpertArgs& args) {
   const Tokens& tokens = args.tokens;
   const int64_t bytes = dtype_bytes(tokens.type);
-  Projection up(tokens.type, args.up_format), down(tokens.type, args.down_format);
-  Projection gate(tokens.type, args.gate_format.value_or(args.up_format));
-  for (int64_t e = args.experts; e-- > 0;) {
-    if (args.offsets[e + 1] == args.offsets[e]) continue;
-    up.choose(args.up[e]), down.choose(args.down[e]);
-    if (args.gate_format) gate.choose(args.gate[e]);
-  }
-  const Inward inward = {&up, args.gate_format ? &gate : nullptr, args.gate_format && !gate.prepares_like(up)};
-  const Buffers buffers = buffers_of(inward, down, tokens.count, args.experts);
+  int64_t busy = 0, first_busy = 0;
+  for (int64_t e = args.experts; e-- > 0;)
+    if (args.offsets[e + 1] > args.offsets[e]) ++busy, first_busy = e;
+  const int64_t rows_each = busy == 0 ? 0 : (tokens.count + busy - 1) / busy;
+  const auto serving = [&](const Format& format, const Weight* weights) {
+    return projection_for(tokens.type, format, busy == 0 ? nullptr : weights + first_busy, rows_each);
+  };
+  const Format* const gate_format = args.gate_format ? &*args.gate_format : nullptr;
+  Projection up = serving(args.up_format, args.up), down = serving(args.down_format, args.down);
+  Projection gate = gate_format != nullptr ? serving(*gate_format, args.gate) : up;
+  const bool twice = gate_format != nullptr && !gate.prepares_like(up);
+  const Inward inward = {&up, gate_format != nullptr ? &gate : nullptr, twice};
+  const Buffers buffers =
+      buffers_of(tokens.type, gate_format, &args.up_format, args.down_format, twice, tokens.count, args.experts);
   char* const memory = workspace().bytes(buffers.total(args.threads));
   const Span inner = {memory + buffers.gate + buffers.x, inner_bytes(down)};
   char* const prepared = inner.data + buffers.inner;
@@ -572,13 +638,11 @@ void expert_ffn(const ExpertArgs& args) {
 
 int64_t expert_ffn_workspace(DType x, const Format& up, const Format& down, bool twice, int64_t tokens, int64_t experts,
                              int threads) {
-  const Projection up_projection(x, up), down_projection(x, down);
-  const Inward inward = {&up_projection, twice ? &up_projection : nullptr, twice};
-  return buffers_of(inward, down_projection, tokens, experts).total(threads);
+  return buffers_of(x, twice ? &up : nullptr, &up, down, twice, tokens, experts).total(threads);
 }
 
 int64_t linear_workspace(DType x, const Format& format, int64_t tokens, int threads) {
-  return buffers_of({nullptr, nullptr, false}, Projection(x, format), tokens, 1).total(threads);
+  return buffers_of(x, nullptr, nullptr, format, false, tokens, 1).total(threads);
 }
 
 int stream_form(int size) {

@@ -10,22 +10,32 @@ from collections.abc import Mapping
 from typing import Any
 
 from moelight.kernels import native
-from moelight.profiles.hardware import KERNELS
+from moelight.profiles.hardware import FORM_ROWS, KERNELS, PRODUCTS, products_named
 
-# By name in a hardware profile: the number of tokens that meet a stream of bfloat16 weights.
-_TOKENS = dict(zip(KERNELS, (1, 2, 4), strict=True))
+# By name in a hardware profile: the number of tokens that meet a stream of bfloat16 weights; the class of weights and
+# the rows that meet them.
+_STREAMS = {f"stream_{tokens}": tokens for tokens in (1, 2, 4)}
+_PRODUCTS = {products_named(name, rows): (name, rows) for name in PRODUCTS for rows in FORM_ROWS}
 
 
-def forms() -> tuple[str, ...]:
-    """The forms of every kernel in `KERNELS`; none without the extension."""
-    extension = native.extension()
-    return () if extension is None else tuple(map(str, extension.stream_forms()))
+def forms(kernel: str) -> tuple[str, ...]:
+    """The forms of ``kernel`` of `KERNELS` that run here; none without the extension."""
+    extension: Any = native.extension()
+    if extension is None:
+        return ()
+    listed = extension.stream_forms() if kernel in _STREAMS else extension.product_forms(_PRODUCTS[kernel][0])
+    return tuple(map(str, listed))
 
 
 def chosen() -> dict[str, str]:
-    """The form in force of every kernel in `KERNELS`; empty without the extension."""
+    """The form in force of every kernel in `KERNELS` that has several here; empty without the extension."""
     extension: Any = native.extension()
-    return {} if extension is None else {name: str(extension.stream(tokens)) for name, tokens in _TOKENS.items()}
+    return {} if extension is None else {name: _in_force(extension, name) for name in KERNELS if len(forms(name)) > 1}
+
+
+def _in_force(extension: Any, kernel: str) -> str:
+    in_force = extension.stream(_STREAMS[kernel]) if kernel in _STREAMS else extension.product_form(*_PRODUCTS[kernel])
+    return str(in_force)
 
 
 def choose(chosen_forms: Mapping[str, str]) -> None:
@@ -33,10 +43,19 @@ def choose(chosen_forms: Mapping[str, str]) -> None:
     that this build does not have, changes nothing."""
     extension: Any = native.extension()
     for name, form in chosen_forms.items():
-        if name in _TOKENS and form in forms():
-            extension.set_stream(_TOKENS[name], form)
+        if name not in KERNELS or form not in forms(name):
+            continue
+        if name in _STREAMS:
+            extension.set_stream(_STREAMS[name], form)
+        else:
+            extension.set_product_form(*_PRODUCTS[name], form)
 
 
-def tokens_of(kernel: str) -> int:
-    """The number of tokens for which ``kernel`` of `KERNELS` is measured."""
-    return _TOKENS[kernel]
+def measured_rows(kernel: str) -> int:
+    """The number of rows for which ``kernel`` of `KERNELS` is measured."""
+    return _STREAMS[kernel] if kernel in _STREAMS else _PRODUCTS[kernel][1]
+
+
+def measured_weights(kernel: str) -> str:
+    """The class of `PRODUCTS` of the weights with which ``kernel`` of `KERNELS` is measured."""
+    return "bf16" if kernel in _STREAMS else _PRODUCTS[kernel][0]

@@ -60,11 +60,28 @@ MEASURED = {
 WORK = {"linear": FLOPS, "experts": FLOPS, "attention": BYTES_PER_S, "prefill": FLOPS, "elementwise": BYTES_PER_S}
 EFFICIENCY = {f"{unit}_{work}": speed for unit in PROCESSORS for work, speed in WORK.items()}
 BY_WEIGHT_BYTES = frozenset(f"{unit}_{work}" for unit in PROCESSORS for work in ("linear", "experts"))
+# Classes of products that have forms: tiles, halves and pairs; for int8 activations tiles, dots and wide.
+PRODUCTS = {
+    "bf16": "products of bfloat16 weights",
+    "low": "products of quantised weights of fewer than eight bits",
+    "high": "products of quantised weights of eight bits",
+    "fine": "products of int8 activations, scales for up to 32 inputs",
+    "coarse": "products of int8 activations, scales for more inputs",
+}
+FORM_ROWS = (1, 4, 16, 64)  # rows have the form of the nearest of these by ratio
+
+
+def products_named(name: str, rows: int) -> str:
+    """The name in `KERNELS` of the products ``name`` of `PRODUCTS` with ``rows`` of `FORM_ROWS`."""
+    return f"{name}_products_{rows}"
+
+
 # Kernels whose fastest form a measurement finds; results do not depend on it.
 KERNELS = {
     "stream_1": "bfloat16 weights meeting one token",
     "stream_2": "bfloat16 weights meeting two tokens",
     "stream_4": "bfloat16 weights meeting three or four tokens",
+    **{products_named(name, rows): f"{says}, {rows} rows" for name, says in PRODUCTS.items() for rows in FORM_ROWS},
 }
 QUANTITIES = {
     BYTES_PER_S: BANDWIDTH,

@@ -1,20 +1,33 @@
-"""Forms of kernels differ in time alone, so a measurement may choose among them."""
+"""Forms of kernels differ in time alone, so a measurement may choose among them; which serve depends on the rows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from moelight.core.units import MiB
 from moelight.kernels import native, variants
-from moelight.kernels.ffn import cpu_linear
-from moelight.profiles.hardware import KERNELS
+from moelight.kernels.ffn import cpu_expert_ffn, cpu_linear
+from moelight.profiles.hardware import FORM_ROWS, KERNELS, PRODUCTS, products_named
+from moelight.runtime.calibration import forms as calibration
 from moelight.runtime.calibration.forms import fastest_forms
 from moelight.runtime.calibration.surfaces import Pool
+from tests.kernels.quantized import matrix, packed
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the extension alone has forms")
+
+STREAMS = [name for name in KERNELS if name.startswith("stream")]
+# Of each class a matrix, and the activations that it meets.
+STORED = {
+    "low": (packed(bits=4, group=128), "auto"),
+    "high": (packed(bits=8, group=64), "auto"),
+    "fine": (packed(bits=4, group=32), "int8"),
+    "coarse": (packed(bits=4, group=128), "int8"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +35,7 @@ def restored() -> Iterator[None]:
     before = variants.chosen()
     yield
     variants.choose(before)
+    native.extension().unset_product_forms()
 
 
 @pytest.mark.parametrize("products", ["wide", "pairs", "halves"])
@@ -37,9 +51,9 @@ def test_every_form_gives_the_same_bits(products: str, shape: tuple[int, int]) -
     x = torch.randn(4, shape[1]).to(torch.bfloat16)
     try:
         wanted = cpu_linear(x.repeat(6, 1), weight, threads=1)[:4]
-        for form in variants.forms():
-            variants.choose(dict.fromkeys(KERNELS, form))
-            assert variants.chosen() == dict.fromkeys(KERNELS, form)
+        for form in variants.forms(STREAMS[0]):
+            variants.choose(dict.fromkeys(STREAMS, form))
+            assert variants.chosen().items() >= dict.fromkeys(STREAMS, form).items()
             for tokens in range(1, 5):
                 for threads in (1, 2):
                     assert torch.equal(cpu_linear(x[:tokens], weight, threads=threads), wanted[:tokens]), form
@@ -49,18 +63,124 @@ def test_every_form_gives_the_same_bits(products: str, shape: tuple[int, int]) -
 
 def test_forms_and_kernels_that_this_build_lacks_change_nothing() -> None:
     before = variants.chosen()
-    variants.choose({"stream_1": "17 rows", "stream_17": variants.forms()[0]})
+    variants.choose(
+        {"stream_1": "17 rows", "stream_17": "1 row", "low_products_1": "emulated", "low_products_2": "tiles"}
+    )
     assert variants.chosen() == before
 
 
 def test_measuring_finds_a_form_of_every_kernel_and_leaves_those_in_force() -> None:
-    variants.choose({"stream_2": variants.forms()[-1]})
+    variants.choose({"stream_2": variants.forms("stream_2")[-1]})
     before = variants.chosen()
     result = fastest_forms(Pool(128 * MiB, device=torch.device("cpu"), dtype=torch.bfloat16))
     assert variants.chosen() == before
-    assert set(result) == set(KERNELS)
-    assert set(result.values()) <= set(variants.forms())
+    assert set(STREAMS) <= set(result) == {name for name in KERNELS if len(variants.forms(name)) > 1}
+    assert all(form in variants.forms(name) for name, form in result.items())
 
 
 def test_a_small_pool_measures_nothing() -> None:
     assert fastest_forms(Pool(16 * MiB, device=torch.device("cpu"), dtype=torch.bfloat16)) == {}
+
+
+class FakeForms:
+    """Tiles, halves and pairs that run on no processor: choices are kept, and a product takes the time that is said."""
+
+    def __init__(self) -> None:
+        self.forms: dict[tuple[str, int], str] = {}
+        self.now = 0.0
+        self.meeting: tuple[str, int] = ("bf16", 1)
+
+    def product_forms(self, products: str) -> list[str]:
+        return ["dots", "tiles"] if products in {"fine", "coarse"} else ["pairs", "halves", "tiles"]
+
+    def product_form(self, products: str, rows: int) -> str:
+        return self.forms.get((products, rows), "tiles")
+
+    def set_product_form(self, products: str, rows: int, form: str) -> None:
+        self.forms[products, rows], self.meeting = form, (products, rows)
+
+    def stream_forms(self) -> list[str]:
+        return ["1 row"]
+
+    def stream(self, tokens: int) -> str:
+        return "1 row"
+
+    def linear(self, x: torch.Tensor, weight: object, *, activations: str) -> None:
+        """Tiles take 8 ns however many rows there are, vectors 2 ns a row, and pairs a hair less than halves."""
+        assert len(x) == self.meeting[1]
+        assert activations == ("int8" if self.meeting[0] in {"fine", "coarse"} else "auto")
+        of_a_row = {"tiles": 0.0, "halves": 2.0, "pairs": 1.99, "dots": 0.1}[self.forms[self.meeting]]
+        self.now += 8.0 if of_a_row == 0.0 else of_a_row * self.meeting[1]
+
+
+def test_the_fastest_form_of_each_class_and_row_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeForms()
+    monkeypatch.setattr(native, "extension", lambda: fake)
+    monkeypatch.setattr(calibration, "cpu_linear", fake.linear)
+    fake.forms["low", 1] = "halves"
+    pool = Pool(128 * MiB, device=torch.device("cpu"), dtype=torch.bfloat16)
+    result = fastest_forms(pool, lambda: fake.now)
+    floats = {1: "pairs", 4: "pairs", 16: "tiles", 64: "tiles"}
+    integers = {1: "dots", 4: "dots", 16: "dots", 64: "dots"}
+    wanted = dict.fromkeys(("bf16", "low", "high"), floats) | dict.fromkeys(("fine", "coarse"), integers)
+    expected = {products_named(name, rows): form for name, by_rows in wanted.items() for rows, form in by_rows.items()}
+    # What is in force stays where another is faster by less than can be measured: so do tiles at four rows.
+    expected["low_products_1"] = "halves"
+    for name in ("bf16", "low", "high"):
+        expected[products_named(name, 4)] = "tiles"
+    assert result == expected
+    assert variants.chosen()["low_products_1"] == "halves"
+    assert variants.chosen()["fine_products_64"] == "tiles"
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_what_serves_a_machine_with_tiles_that_was_not_measured(products: str) -> None:
+    usual = native.extension().usual_product_form
+    integers = products in {"fine", "coarse"}
+    result = {rows: usual(products, rows, "tiles") for rows in (1, 4, 7, 8, 16, 64, 1000)}
+    few = {"low": "halves", "high": "halves", "fine": "dots"}.get(products, "tiles")
+    many = "dots" if products == "fine" else "tiles"
+    assert result == {rows: few if rows < 8 else many for rows in result}
+    for best in ("wide", "dots") if integers else ("wide", "pairs", "halves"):
+        assert {usual(products, rows, best) for rows in FORM_ROWS} == {best}
+
+
+@pytest.mark.parametrize("products", STORED)
+def test_the_form_that_serves_is_that_of_the_rows(products: str) -> None:
+    """By counting; with emulated tiles from eight rows on, where a processor has them. Bits are those of any form."""
+    extension: Any = native.extension()
+    stored, activations = STORED[products]
+    weight, x = matrix(stored, 64, 256), torch.randn(40, 256).bfloat16()
+    wanted = cpu_linear(x, weight, activations=activations)
+    for rows in (16, 64):
+        try:
+            extension.set_product_form(products, rows, "emulated")
+        except ValueError as error:
+            assert "do not run" in str(error)
+    for rows in (1, 3, 7, 8, 16, 40):
+        result, served = counted(products, lambda rows=rows: cpu_linear(x[:rows], weight, activations=activations))
+        assert served == {extension.product_form(products, rows): 1}
+        assert torch.equal(result, wanted[:rows])
+
+
+def test_experts_have_the_form_of_their_mean_rows() -> None:
+    """Two products: gate and up, and down. Experts without rows do not count."""
+    extension: Any = native.extension()
+    up, down = matrix(packed(bits=4, group=64), 128, 64), matrix(packed(bits=4, group=64), 64, 64)
+    offsets = torch.tensor([0, 0, 1, 1, 17], dtype=torch.int32)
+    x = torch.randn(17, 64).bfloat16()
+    _, served = counted("low", lambda: cpu_expert_ffn(x, [up] * 4, [down] * 4, offsets))
+    assert served == {extension.product_form("low", 9): 2}
+
+
+def counted(products: str, call: Any) -> tuple[torch.Tensor, dict[str, int]]:
+    """What ``call`` returns, and the products that served it by form."""
+    extension: Any = native.extension()
+    names = ("wide", "dots", "tiles", "emulated") if products in {"fine", "coarse"} else FLOAT_FORMS
+    before = Counter({name: extension.counted_products(products, name) for name in names})
+    result = call()
+    after = Counter({name: extension.counted_products(products, name) for name in names})
+    return result, dict(after - before)
+
+
+FLOAT_FORMS = ("wide", "pairs", "tiles", "emulated", "halves")

@@ -44,6 +44,8 @@ void unforce_isa();
 // tiles (AMX), in emulated tiles, which let any processor with pairs test what is written for tiles, or with the sums
 // of pairs where two products of float32 take less time than one of pairs: on Intel's processors.
 enum class Bf16Products : int { kWide = 0, kPairs = 1, kTiles = 2, kEmulated = 3, kHalves = 4 };
+inline constexpr int kBf16ProductForms = 5;
+inline constexpr const char* kBf16ProductNames[] = {"wide", "pairs", "tiles", "emulated", "halves"};
 
 // The way in force: the best that runs, unless force_bf16_products chose another; kWide under any other set.
 Bf16Products bf16_products();
@@ -51,10 +53,14 @@ Bf16Products bf16_products();
 // Chooses for the whole process. False, and no change, when `how` does not run here.
 bool force_bf16_products(Bf16Products how);
 void unforce_bf16_products();
+bool bf16_products_forced();
+bool bf16_products_run(Bf16Products how);
 
 // How int8 is multiplied: as words, four at a time (AVX_VNNI, AVX512_VNNI, Arm's dotprod), or under kAvx512 many tokens
 // in tiles (AMX) or in emulated tiles, which let any processor with AVX512_VNNI test what is written for tiles.
 enum class Int8Products : int { kWide = 0, kDots = 1, kTiles = 2, kEmulated = 3 };
+inline constexpr int kInt8ProductForms = 4;
+inline constexpr const char* kInt8ProductNames[] = {"wide", "dots", "tiles", "emulated"};
 
 // The way in force: the best that runs under the active set, unless force_int8_products chose another that runs there.
 Int8Products int8_products();
@@ -62,6 +68,8 @@ Int8Products int8_products();
 // Chooses for the whole process. False, and no change, when `how` does not run here.
 bool force_int8_products(Int8Products how);
 void unforce_int8_products();
+bool int8_products_forced();
+bool int8_products_run(Int8Products how);  // under the active set
 
 // Whether bytes of a vector can be put in any order by one instruction (AVX512_VBMI).
 bool permutes_bytes();
