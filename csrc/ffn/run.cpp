@@ -68,10 +68,12 @@ bool has_pairs(DType x, const Format& format) {
   return x == DType::kBFloat16 && format.type != WeightType::kFloat32 && format.type != WeightType::kFloat16;
 }
 
-// A Bf16Products, or an Int8Products of formats with integers.
+// A Bf16Products, or an Int8Products of formats with integers. Forms of transposed weights differ in bits: rows must
+// not choose among them.
 int form_for(DType x, const Format& format, ProductClass products, int size) {
   if (format.integers) return static_cast<int>(int8_form(products, size));
-  return static_cast<int>(has_pairs(x, format) ? bf16_form(products, size) : Bf16Products::kWide);
+  if (!has_pairs(x, format)) return static_cast<int>(Bf16Products::kWide);
+  return static_cast<int>(format.transposed ? bf16_products() : bf16_form(products, size));
 }
 
 // Transposed weights meet dot products of float32 rather than of pairs of bfloat16, which take two lines of K at once;

@@ -163,6 +163,22 @@ def test_the_form_that_serves_is_that_of_the_rows(products: str) -> None:
         assert torch.equal(result, wanted[:rows])
 
 
+def test_transposed_weights_have_one_form_whatever_the_rows() -> None:
+    """Their forms differ in bits."""
+    extension: Any = native.extension()
+    forms = [form for form in extension.product_forms("bf16") if form != native.bf16_products()]
+    for form in forms:
+        extension.set_product_form("bf16", 4, form)
+    up, down = torch.randn(64, 96).bfloat16().t(), torch.randn(48, 64).bfloat16().t()
+    x = torch.randn(40, 64).bfloat16()
+    wanted = cpu_expert_ffn(x, [up], [down], torch.tensor([0, 40], dtype=torch.int32))
+    for rows in (1, 4, 16, 40):
+        offsets = torch.tensor([0, rows], dtype=torch.int32)
+        result, served = counted("bf16", lambda x=x[:rows], at=offsets: cpu_expert_ffn(x, [up], [down], at))
+        assert served == {native.bf16_products(): 2}
+        assert torch.equal(result, wanted[:rows])
+
+
 def test_experts_have_the_form_of_their_mean_rows() -> None:
     """Two products: gate and up, and down. Experts without rows do not count."""
     extension: Any = native.extension()
