@@ -6,20 +6,22 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNTIME := $(VENV)/.runtime
 CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
-INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt $(CSRC) $(wildcard moelight/formats/codebooks/*.inc)
+INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt csrc/native.cmake $(CSRC) $(wildcard moelight/formats/codebooks/*.inc)
 
 .DEFAULT_GOAL := help
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test thorough ci compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm bench-kernels gpu wheels shown docs check format size clean
+.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm bench-kernels gpu wheels shown docs check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 # Running needs the package and its dependencies alone; tests and checks add the rest. The extension is compiled while the
-# dependencies are installed, and again only in those of its files that changed. Byte code is made at the first import.
-# A failure shows the log.
+# dependencies are installed, and again only in those of its files that changed; for `make demo` with the kernels of this
+# processor's instruction sets, else with all of them. Byte code is made at the first import. A failure shows the log.
+ISA ?= $(if $(filter-out demo native,$(MAKECMDGOALS)),all,native)
+EDITABLE = SKBUILD_CMAKE_DEFINE=MOELIGHT_ISA=$(1) $(PIP) --no-build-isolation --editable
 PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --no-compile
 BUILD_TOOLS := cmake ninja 'nanobind>=2.9' 'scikit-build-core>=1.1'
 DEPENDENCIES = $(shell sed -n '/^dependencies = /,/^]/s/^  \("[^"]*"\).*/\1/p' pyproject.toml) \
@@ -33,14 +35,19 @@ endef
 $(RUNTIME): $(INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call install,moelight,$(PIP) $(BUILD_TOOLS) && { $(PIP) $(DEPENDENCIES) & \
-	  $(PIP) --no-build-isolation --no-deps --editable .; built=$$?; wait $$! && test $$built = 0; })
+	  $(call EDITABLE,$(ISA)) . --no-deps; built=$$?; wait $$! && test $$built = 0; })
 	@$(BIN)/python -c 'from moelight.kernels import native; print("native kernels:", native.reason())'
 
 $(STAMP): $(RUNTIME)
-	$(call install,what tests and checks need,$(PIP) --no-build-isolation --editable '.[dev]')
+	$(call install,what tests and checks need,$(call EDITABLE,all) '.[dev]')
 
 demo: $(RUNTIME)  ## run the bundled model on examples/prompts.jsonl, prompts beside completions
 	$(BIN)/moelight generate examples/prompts.jsonl --show
+
+native: $(RUNTIME)  ## compile the kernels of this processor's instruction sets again, or with ISA=all those of all
+	@echo 'compiling $(ISA) (log: $(VENV)/install.log)'
+	@$(call EDITABLE,$(ISA)) . --no-deps > $(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log; exit 1; }
+	@$(BIN)/python -c 'from moelight.kernels import native; print("native kernels:", native.reason())'
 
 # Processes, not `auto`: that is the cores of the machine, of which a container may have few. `-n 0` in ARGS: in this one.
 WORKERS := 2
@@ -49,10 +56,6 @@ test: $(STAMP)  ## run all tests (those marked gpu only where there is a device)
 
 thorough: $(STAMP)  ## run the tests that `make test` leaves out because they take long, the exhaustive ones too
 	MOELIGHT_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'thorough or exhaustive' $(ARGS)
-
-# At once, so that packages are imported and tests collected once.
-ci: $(STAMP)  ## run the tests of `make test` and those of `make thorough` that are not exhaustive, as CI does
-	MOELIGHT_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not exhaustive and not large' $(ARGS)
 
 compiled: $(STAMP)  ## compile the GPU's programs for six cards, as far as they changed, and record them; CARDS='80,90' for some, ARGS=--anew all
 	env -u TRITON_INTERPRET TRITON_ALWAYS_COMPILE=1 $(BIN)/python -W ignore -m tests.kernels.compile_gpu $(or $(CARDS),75,80,86,89,90,100) whole --record $(ARGS)

@@ -93,8 +93,42 @@ Features detect() {
 Features detect() { return {}; }
 #endif
 
+// Without what this build leaves out (native.cmake).
+Features compiled(Features features) {
+#ifdef MOELIGHT_WITHOUT_AVX512
+  features.avx512f = false;
+#endif
+#ifdef MOELIGHT_WITHOUT_AVX512_BF16
+  features.avx512_bf16 = false;
+#endif
+#ifdef MOELIGHT_WITHOUT_AVX512_VBMI
+  features.avx512_vbmi = false;
+#endif
+#ifdef MOELIGHT_WITHOUT_AVX512_VNNI
+  features.avx512_vnni = false;
+#endif
+#ifdef MOELIGHT_WITHOUT_AVX_VNNI
+  features.avx_vnni = false;
+#endif
+#ifdef MOELIGHT_WITHOUT_AMX
+  features.amx_tile = features.amx_bf16 = features.amx_int8 = false;
+#endif
+  return features;
+}
+
+#ifdef MOELIGHT_WITHOUT_AVX2
+constexpr bool kAvx2Compiled = false;
+#else
+constexpr bool kAvx2Compiled = true;
+#endif
+#ifdef MOELIGHT_WITHOUT_EMULATED
+constexpr bool kEmulatedCompiled = false;
+#else
+constexpr bool kEmulatedCompiled = true;
+#endif
+
 const Features& features() {
-  static const Features features = detect();
+  static const Features features = compiled(detect());
   return features;
 }
 
@@ -130,6 +164,7 @@ bool products_run(Bf16Products how) {
     case Bf16Products::kPairs:
       return pairs || f.bf16;
     case Bf16Products::kEmulated:
+      return kEmulatedCompiled && pairs;
     case Bf16Products::kHalves:
       return pairs;
     case Bf16Products::kWide:
@@ -148,7 +183,7 @@ bool int8_runs(Int8Products how, Isa isa) {
     case Int8Products::kTiles:
       return isa == Isa::kAvx512 && tiles;
     case Int8Products::kEmulated:
-      return isa == Isa::kAvx512 && f.avx512_vnni;
+      return kEmulatedCompiled && isa == Isa::kAvx512 && f.avx512_vnni;
     case Int8Products::kWide:
       break;
   }
@@ -209,7 +244,7 @@ bool isa_runs(Isa isa) {
     case Isa::kAvx512:
       return MOELIGHT_X86 && f.avx2 && f.fma && f.f16c && f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl;
     case Isa::kAvx2:
-      return MOELIGHT_X86 && f.avx2 && f.fma && f.f16c;
+      return MOELIGHT_X86 && kAvx2Compiled && f.avx2 && f.fma && f.f16c;
     case Isa::kNeon:
       return f.neon;
     case Isa::kScalar:

@@ -38,6 +38,7 @@ COLUMNS = "100"
 # Commands that are not run, whole or by their beginning, and why.
 NOT_RUN = {
     "moelight generate prompts.jsonl -o answers.jsonl --ray ": "needs a cluster: tests/integrations/ray",
+    "moelight generate prompts.jsonl --model models/": "needs a GGUF file: tests/engine/test_gguf.py, make real",
     "moelight serve-batch ": "serves until it is ended: tests/serve",
     "moelight lm-eval ": "the harness's tasks come from the hub: tests/integrations/test_lm_eval.py",
     "moelight profile": "takes a minute: tests/cli/test_profile.py",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,18 @@ def forgetful():
 def test_an_extension_that_was_built_loads():
     """Else every test of native kernels would be left out, and nobody would know."""
     assert not native.reason().startswith("the extension does not load")
+
+
+def test_a_build_for_one_processor_has_what_it_leaves_out():
+    """Every function of an instruction set that a header declares has a stand-in, but those that serve several sets or
+    that only kernels of the same set call."""
+    csrc = Path(__file__).parents[2] / "csrc"
+    declares = re.compile(r"^(?:const )?[A-Z]\w+&? (\w+_(?:avx|amx|emulated)\w*)\(.*\);", re.MULTILINE)
+    headers = (path.read_text(encoding="utf-8") for path in csrc.glob("*/*.h"))
+    declared = {name for text in headers for name in declares.findall(text)}
+    absent = (csrc / "absent.cpp").read_text(encoding="utf-8")
+    assert len(declared) > 30
+    assert declared - set(re.findall(r"(\w+)\(", absent)) == {"turn_lines_avx2"}
 
 
 def test_asking_does_not_import_torch():
