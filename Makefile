@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt csrc/native.cmake $
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm bench-kernels gpu wheels shown docs check format size clean
+.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm bench-kernels gpu wheels shown docs site check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -194,6 +194,11 @@ shown: $(STAMP)  ## run what README and docs show, and write what came out into 
 docs: $(STAMP)  ## build the documentation as a site in build/site
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt mkdocs-material mkdocstrings-python
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Debian's Chromium or another one; the package is its remote control alone.
+site: docs  ## use that site in a headless Chromium, in three widths, light and dark; pictures in build; ARGS; no part of CI
+	@$(BIN)/python -m pip install --quiet playwright
+	$(BIN)/python -m tests.docs.site $(ARGS)
 
 coverage: $(STAMP)  ## run all tests and report the share of lines they execute, package by package
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=moelight --cov-report= $(ARGS)
