@@ -12,9 +12,12 @@ namespace moelight {
 namespace {
 
 constexpr int64_t kStoredAhead = 8 << 10;
-// The most tokens that meet rows as they are stored: points take longer to look up than to multiply.
+// The most tokens that meet rows as they are stored: more of them meet panels. Points take longer to look up than to
+// multiply.
 template <class Format>
-constexpr int kStoredTokens = kHasPoints<Format> ? 4 : 2;
+constexpr int kStoredTokens = kHasPoints<Format> ? 4
+                              : kParted<Format>  ? 1
+                                                 : 2;
 
 inline int32_t across(__m128i four) {
   four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
@@ -39,13 +42,7 @@ struct BlockSteps {
   float scale = fast_half_at(block), least = fast_half_at(block + 2);
 
   explicit BlockSteps(const uint8_t* block) : block(block) {
-    // By words: the bits of lower parts, and the upper bits of the others.
-    const __m128i head = half_bytes_at(block);
-    const __m128i lower = _mm_srlv_epi32(_mm_shuffle_epi32(head, 0xed), _mm_setr_epi32(0, 0, 0, 4));
-    const __m128i upper = _mm_srli_epi32(_mm_shuffle_epi32(head, 0x84), 2);
-    const __m128i parts =
-        _mm_or_si128(_mm_and_si128(lower, _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f)),
-                     _mm_and_si128(upper, _mm_setr_epi32(0, 0x30303030, 0, 0x30303030)));
+    const __m128i parts = steps_and_lows(block);
     words = _mm256_broadcastsi128_si256(_mm_cvtepu8_epi16(parts));
     lows = _mm_unpackhi_epi8(parts, _mm_setzero_si128());
   }
@@ -212,10 +209,11 @@ void multiply_stored(const Product& p, const IntegerForm& form, const IntegerTok
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// ggml's blocks of 32, of eight rows side by side: the products of a group are added across the lanes of all eight
-// together, and from then on a lane is a row.
+// ggml's blocks of 32, of eight rows side by side: from the end of a group on a lane is a row.
 
-constexpr int64_t kSideTokens = 4;
+// The most tokens that meet them so: more of them meet panels.
+template <class Format>
+constexpr int kSideTokens = kSignedBytes<Format> ? 4 : 1;
 
 // Sums of the neighbouring words of four registers, those of the first beside those of the others.
 inline __m256i across_four(__m256i a, __m256i b, __m256i c, __m256i d) {
@@ -229,60 +227,57 @@ inline __m256i across_halves(__m256i a, __m256i b) {
   return _mm256_add_epi32(low, _mm256_inserti128_si256(b, _mm256_extracti128_si256(a, 1), 0));
 }
 
-// Signed bytes, whose magnitudes meet tokens of their signs.
-template <class Format>
-struct SideCodes {
-  __m256i codes, magnitudes;
-  explicit SideCodes(const uint8_t* block) : codes(codes_of(Format(), block, 0)), magnitudes(_mm256_abs_epi8(codes)) {}
-
-  using Sum = __m256i;
-  Sum times(const char* x) const {
-    const __m256i values = bytes_at(reinterpret_cast<const uint8_t*>(x));
-    const __m256i pairs = _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(values, codes));
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+// sum[t] = the products of one block of eight rows. Signed bytes are multiplied row by row, by magnitudes that meet
+// tokens of their signs; the products are added across the lanes of all eight together.
+template <class Format, int kTokens>
+struct SideSums {
+  static void of(const uint8_t* const (&block)[kSideRows], const char* x, int64_t x_bytes, __m256i (&sum)[kTokens]) {
+    __m256i four[2][kTokens];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      __m256i one[kTokens][4];
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        const __m256i codes = codes_of(Format(), block[4 * half + r], 0), magnitudes = _mm256_abs_epi8(codes);
+#pragma GCC unroll 4
+        for (int t = 0; t < kTokens; ++t) {
+          const __m256i values = bytes_at(reinterpret_cast<const uint8_t*>(x + t * x_bytes));
+          const __m256i pairs = _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(values, codes));
+          one[t][r] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        }
+      }
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) four[half][t] = across_four(one[t][0], one[t][1], one[t][2], one[t][3]);
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) sum[t] = across_halves(four[0][t], four[1][t]);
   }
-  static Sum of_four(const Sum (&sum)[4]) { return across_four(sum[0], sum[1], sum[2], sum[3]); }
-  static __m256i of_eight(Sum low, Sum high) { return across_halves(low, high); }
 };
 
-// Codes of up to five bits: a sum of four products, and of eight where a code has no more than four bits, fits sixteen
-// bits.
+// Narrow codes have their words turned first. Sums of four products fit sixteen bits, those of eight where a code has
+// no more than four bits.
 template <class Format>
-  requires(!kSignedBytes<Format>)
-struct SideCodes<Format> {
-  static constexpr bool kFourBits = std::is_same_v<Format, formats::Q4_0> || std::is_same_v<Format, formats::Q4_1>;
-  __m128i low, high;
-  explicit SideCodes(const uint8_t* block) {
-    const __m256i codes = panel_codes<Format>(block, 0);
-    low = _mm256_castsi256_si128(codes), high = _mm256_extracti128_si256(codes, 1);
+  requires kHalvedBlocks<Format>
+struct SideSums<Format, 1> {
+  static void of(const uint8_t* const (&block)[kSideRows], const char* x, int64_t, __m256i (&sum)[1]) {
+    __m256i words[2];
+    halved_blocks<Format>(block, 0, [&](int quad, __m256i codes) {
+      const __m256i four = _mm256_set1_epi32(number_at<int32_t>(x + 4 * quad));
+      const __m256i pairs = _mm256_maddubs_epi16(codes, four);
+      words[quad / 4] = quad % 4 == 0 ? pairs : _mm256_add_epi16(words[quad / 4], pairs);
+    });
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (kFiveBitBlocks<Format> || kE2m1<Format>) {
+      sum[0] = _mm256_add_epi32(_mm256_madd_epi16(words[0], ones), _mm256_madd_epi16(words[1], ones));
+    } else {
+      sum[0] = _mm256_madd_epi16(_mm256_add_epi16(words[0], words[1]), ones);
+    }
   }
-  explicit SideCodes(const uint8_t* block)
-    requires(kFourBits)
-  {
-    const __m128i packed = half_bytes_at(block + Format::kTraits.block_bytes - 16), mask = _mm_set1_epi8(15);
-    low = _mm_and_si128(packed, mask), high = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
-  }
-
-  using Sum = __m128i;
-  Sum times(const char* x) const {
-    const auto* const values = reinterpret_cast<const uint8_t*>(x);
-    return _mm_add_epi16(_mm_maddubs_epi16(low, half_bytes_at(values)),
-                         _mm_maddubs_epi16(high, half_bytes_at(values + 16)));
-  }
-  static Sum of_four(const Sum (&sum)[4]) {
-    const auto two = [](Sum a, Sum b) { return _mm_add_epi16(_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b)); };
-    const Sum ab = two(sum[0], sum[1]), cd = two(sum[2], sum[3]), ones = _mm_set1_epi16(1);
-    const Sum first = _mm_unpacklo_epi64(ab, cd), second = _mm_unpackhi_epi64(ab, cd);
-    if constexpr (kFourBits) return _mm_madd_epi16(_mm_add_epi16(first, second), ones);
-    return _mm_add_epi32(_mm_madd_epi16(first, ones), _mm_madd_epi16(second, ones));
-  }
-  static __m256i of_eight(Sum low, Sum high) { return _mm256_set_m128i(high, low); }
 };
 
 // sums[t][0..8) += products of eight rows, asking memory for what lies `lead` bytes ahead of all of them.
 template <class Format, int kTokens>
 void multiply_side(const Product& p, const IntegerTokens& layout, int64_t row, int64_t lead, float* sums) {
-  using Side = SideCodes<Format>;
   constexpr int64_t kBytes = Format::kTraits.block_bytes;
   const Quantized& q = *p.quantized;
   const uint8_t* block[kSideRows];
@@ -294,29 +289,17 @@ void multiply_side(const Product& p, const IntegerTokens& layout, int64_t row, i
   for (int t = 0; t < kTokens; ++t) total[t] = _mm256_loadu_ps(sums + t * kUnitRows);
   for (int64_t k = 0, group = 0; k < p.depth; k += 32, ++group) {
     for (ahead += kSideRows * kBytes; asked < ahead; asked += 64) _mm_prefetch(asked, _MM_HINT_T1);
-    typename Side::Sum four[2][kTokens];
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      typename Side::Sum one[kTokens][4];
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
-        const Side codes(block[4 * half + r]);
-#pragma GCC unroll 4
-        for (int t = 0; t < kTokens; ++t) one[t][r] = codes.times(p.x + t * p.x_bytes + k);
-      }
-#pragma GCC unroll 4
-      for (int t = 0; t < kTokens; ++t) four[half][t] = Side::of_four(one[t]);
-    }
+    __m256i sum[kTokens];
+    SideSums<Format, kTokens>::of(block, p.x + k, p.x_bytes, sum);
     const SideLines by = side_lines<Format>(block);
 #pragma GCC unroll 8
     for (auto& at : block) at += kBytes;
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t) {
       const char* const token = p.x + t * p.x_bytes;
-      __m256i sum = Side::of_eight(four[0][t], four[1][t]);
       if constexpr (!Format::kLeast && !kSignedBytes<Format>)
-        sum = _mm256_add_epi32(sum, _mm256_set1_epi32(number_at<int32_t>(token + layout.sums() + 4 * group)));
-      __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), by.scale);
+        sum[t] = _mm256_add_epi32(sum[t], _mm256_set1_epi32(number_at<int32_t>(token + layout.sums() + 4 * group)));
+      __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[t]), by.scale);
       if constexpr (Format::kLeast) {
         const auto low = static_cast<float>(number_at<int16_t>(token + layout.sums() + 2 * group));
         value = _mm256_sub_ps(value, _mm256_mul_ps(_mm256_set1_ps(low), by.least));
@@ -329,7 +312,7 @@ void multiply_side(const Product& p, const IntegerTokens& layout, int64_t row, i
   for (int t = 0; t < kTokens; ++t) _mm256_storeu_ps(sums + t * kUnitRows, total[t]);
 }
 
-template <class Format, int kTokens = kSideTokens>
+template <class Format, int kTokens = kSideTokens<Format>>
 void multiply_blocks(const Product& p, const IntegerTokens& layout, float* sums) {
   if constexpr (kTokens > 1)
     if (p.tokens < kTokens) return multiply_blocks<Format, kTokens - 1>(p, layout, sums);
@@ -341,10 +324,11 @@ void multiply_blocks(const Product& p, const IntegerTokens& layout, float* sums)
 // Of formats and sizes that whole steps of thirty-two columns serve.
 inline bool stored_products(const Product& p, const IntegerForm& form, const IntegerTokens& layout, char*,
                             float* sums) {
-  if (p.tokens > kSideTokens || p.depth % 32 != 0) return false;
+  if (p.depth % 32 != 0) return false;
   return with_format(*p.quantized, [&](auto format) -> bool {
     using Format = decltype(format);
     if constexpr (kBlocksOf32<Format> && kHasIntegers<Format>) {
+      if (p.tokens > kSideTokens<Format>) return false;
       multiply_blocks<Format>(p, layout, sums);
       return true;
     } else if constexpr (kHasIntegers<Format> && kHasCodes<Format>) {

@@ -87,12 +87,13 @@ void quantise(const Quantized& like, const void* x, int64_t x_bytes, int64_t cou
   }
 }
 
-// What lanes L are: those of whole numbers beside those of float32 (Simd). kWords: products are made in pairs; those of
-// narrow codes L::dot_words sums in sixteen bits, and L::add_pairs adds the sums to those of thirty-two; those of
-// signed codes L::dot_signed adds at once.
+// What lanes L are: those of whole numbers beside those of float32 (Simd).
 
 // Multiplies as multiply_integers does without panels, or says that it does not.
 using StoredProducts = bool (*)(const Product&, const IntegerForm&, const IntegerTokens&, char* scratch, float* sums);
+// sums[t][r] += the products of columns [first, first + size) of a panel with `tokens` tokens.
+using PanelProducts = void (*)(const IntegerForm&, const IntegerTokens&, const Panel&, int64_t first, int64_t size,
+                               const char* x, int64_t x_bytes, int64_t tokens, float* sums);
 
 // In plain code, for L::round: sum of the numbers, of which the last ones may be none of eight.
 inline int32_t round_plainly(const float* from, int64_t size, float factor, bool pairs, int8_t* to) {
@@ -120,12 +121,11 @@ struct PartSums {
 // What a tile is: all rows of a panel times kCount tokens. kSummed: the products of each part are summed already.
 template <class L, class IntegerShape, int kCount, bool kSummed>
 struct SumTile {
-  static constexpr int64_t kRun = IntegerShape::kRun;
   using S = typename L::Simd;
   static constexpr int kVectors = L::kVectors;
   static constexpr int64_t kLanes = S::kWidth;
   // Sums of whole numbers in parts, so that few tokens do not wait for one product after the other.
-  static constexpr int kMore = kSummed || kRun > 0 || L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
+  static constexpr int kMore = kSummed || L::kTokens < 4 || kCount > 3 ? 0 : kCount == 1 ? 3 : 1;
   using Sums = typename L::V[kCount][kVectors];
 
   const char* x;  // numbers of the next four columns
@@ -145,35 +145,13 @@ struct SumTile {
     typename L::V code[kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) code[v] = L::load(codes + v * 4 * kLanes);
-    [[maybe_unused]] typename L::V magnitude[kVectors];
-    if constexpr (IntegerShape::kSigned) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) code[v] = L::as_signed(code[v]), magnitude[v] = L::magnitude(code[v]);
-    }
 #pragma GCC unroll 8
     for (int c = 0; c < kCount; ++c) {
       const typename L::V four = L::spread(values + c * x_bytes);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        if constexpr (kRun > 0) {
-          to[c][v] = L::dot_words(to[c][v], code[v], four);
-        } else if constexpr (IntegerShape::kSigned) {
-          to[c][v] = L::dot_signed(to[c][v], magnitude[v], code[v], four);
-        } else {
-          to[c][v] = L::dot(to[c][v], code[v], four);
-        }
-      }
+      for (int v = 0; v < kVectors; ++v) to[c][v] = L::dot(to[c][v], code[v], four);
     }
     codes += 4 * kPanelRows;
-  }
-
-  // The same by words: of at most kRun columns.
-  inline __attribute__((always_inline)) void run(int64_t count, Sums& sum) {
-    Sums words;
-    for_each([&](int c, int v) { words[c][v] = L::zero(); });
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < count; i += 4, x += 4) quad(x, words);
-    for_each([&](int c, int v) { sum[c][v] = L::add_pairs(sum[c][v], words[c][v]); });
   }
 
   // sum += codes times numbers, of the next `count` columns, which are those of the next part. kColumns: as many as
@@ -183,14 +161,6 @@ struct SumTile {
     if constexpr (kSummed) {
       for_each([&](int c, int v) { sum[c][v] = L::add(sum[c][v], L::load(summed + c * kPanelRows + v * kLanes)); });
       summed += kTileTokens * kPanelRows;
-      return;
-    }
-    if constexpr (kRun > 0) {
-      if constexpr (kColumns > 0) count = kColumns;
-#pragma GCC unroll 2
-      for (; count >= kRun; count -= kRun) run(kRun, sum);
-      if constexpr (kColumns == 0)
-        if (count > 0) run(count, sum);
       return;
     }
     if constexpr (kColumns > 0 && kMore == 0) {
@@ -215,39 +185,17 @@ struct SumTile {
 };
 
 // What a form says before it is met: columns of a token that share a scale, columns of a row that share a step, and
-// `least`. 0: the form says so itself, and there are no steps. kRun: the products of so many columns with a code fit
-// sixteen bits in sums of two each (L::dot_words); 0: they need not. kSigned: codes less 128 are multiplied.
-template <int64_t kGroup_, int64_t kPart_ = 0, bool kLeast_ = false, int64_t kRun_ = 0, bool kSigned_ = false>
+// `least`. 0: the form says so itself, and there are no steps.
+template <int64_t kGroup_, int64_t kPart_ = 0, bool kLeast_ = false>
 struct IntegerShape {
-  static constexpr int64_t kGroup = kGroup_, kPart = kPart_, kRun = kRun_;
-  static constexpr bool kLeast = kLeast_, kSigned = kSigned_;
+  static constexpr int64_t kGroup = kGroup_, kPart = kPart_;
+  static constexpr bool kLeast = kLeast_;
 };
 
-// Columns whose products with codes of at most `max_code`, summed by words, fit sixteen bits.
-constexpr int64_t run_of(int max_code) {
-  int64_t columns = 32;
-  while (columns / 2 * max_code * 127 > 32767) columns /= 2;
-  return columns;
-}
-
-template <class L, class F>
+template <class F>
 void with_shape(const IntegerForm& form, F&& body) {
-  constexpr int64_t kFour = L::kWords ? run_of(15) : 0, kFive = L::kWords ? run_of(31) : 0,
-                    kSix = L::kWords ? run_of(63) : 0, kSeven = L::kWords ? run_of(127) : 0;
-  if (form.least)
-    return form.parted() ? body(IntegerShape<256, 32, true, kFive>()) : body(IntegerShape<32, 0, true, kFive>());
-  if constexpr (L::kWords) {
-    if (form.parted() && form.max_code <= 31) return body(IntegerShape<256, 16, false, kFive>());
-    if (form.parted() && form.max_code > 63) return body(IntegerShape<256, 16, false, kSeven>());
-  }
-  if (form.parted()) return body(IntegerShape<256, 16, false, kSix>());
-  if constexpr (L::kWords) {
-    if (form.max_code <= 15)
-      return form.group == 32 ? body(IntegerShape<32, 0, false, kFour>()) : body(IntegerShape<0, 0, false, kFour>());
-    if (form.max_code <= 31 && form.group == 32) return body(IntegerShape<32, 0, false, kFive>());
-    if (form.zero == 128 && form.group == 32) return body(IntegerShape<32, 0, false, 0, true>());
-    if (form.zero == 128) return body(IntegerShape<0, 0, false, 0, true>());
-  }
+  if (form.least) return form.parted() ? body(IntegerShape<256, 32, true>()) : body(IntegerShape<32, 0, true>());
+  if (form.parted()) return body(IntegerShape<256, 16>());
   if (form.group == 32) return body(IntegerShape<32>());
   body(IntegerShape<0>());
 }
@@ -272,7 +220,7 @@ void grouped_tile(const IntegerForm form, const IntegerTokens layout, const Pane
     for (int64_t k = 0; k < size; k += group, by += 4, group_sums += kSumBytes) {
       typename T::Sums sum;
       T::for_each([&](int c, int v) {
-        if constexpr (IntegerShape::kLeast || IntegerShape::kSigned) {
+        if constexpr (IntegerShape::kLeast) {
           sum[c][v] = L::zero();
         } else {
           const char* const minus = group_sums + c * x_bytes;
@@ -383,7 +331,7 @@ void panel_in_tiles(const IntegerForm& form, const IntegerTokens& layout, const 
   for (int64_t k = 0, part = 0; k < size; k += form.part, ++part)
     multiply_part<T>(x + first + k, x_bytes, panel.codes + k * kPanelRows, std::min(form.part, size - k),
                      parts.of[part][0]);
-  with_shape<L>(form, [&](auto shape) {
+  with_shape(form, [&](auto shape) {
     for (int64_t t = 0; t < kTileTokens; t += kCount)
       panel_tile<L, decltype(shape), kCount, true>(form, layout, panel, first, size, x + t * x_bytes, x_bytes,
                                                    sums + t * kUnitRows, parts.of[0][t]);
@@ -417,7 +365,11 @@ void multiply_integers(const Product& p, void* scratch, float* sums) {
           panel_in_tiles<L, T>(form, layout, panel, first, size, p.x + t * p.x_bytes, p.x_bytes,
                                sums + t * kUnitRows + row, parts);
       }
-      with_shape<L>(form, [&](auto shape) {
+      if constexpr (requires { L::kPanels; }) {
+        L::kPanels(form, layout, panel, first, size, p.x, p.x_bytes, p.tokens, sums + row);
+        continue;
+      }
+      with_shape(form, [&](auto shape) {
         for (int64_t i = 0, begin = tiled; i < tiles; ++i) {
           const int64_t end = tiled + rest * (i + 1) / tiles;
           panel_tile_of<L, decltype(shape), L::kTokens>(end - begin, form, layout, panel, first, size,

@@ -1,3 +1,3 @@
-#include "integers_avx2.h"
+#include "integer_panels_avx2.h"
 
-moelight::Kernel moelight::integers_avx2(DType x) { return integer_kernel_for<Avx2Integers>(x); }
+moelight::Kernel moelight::integers_avx2(DType x) { return integer_kernel_for<Avx2Panels>(x); }

@@ -11,7 +11,6 @@ struct Avx2Integers {
   using Simd = Avx2;
   using V = __m256i;
   static constexpr int kVectors = 2, kTokens = 2;
-  static constexpr bool kWords = true;
   static V zero() { return _mm256_setzero_si256(); }
   static V add(V x, V y) { return _mm256_add_epi32(x, y); }
   static V load(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
@@ -28,13 +27,6 @@ struct Avx2Integers {
     const V even = _mm256_and_si256(codes, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(codes, 8);
     const V evens = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odds = _mm256_srai_epi16(four, 8);
     return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, evens), _mm256_madd_epi16(odd, odds)));
-  }
-  static V dot_words(V sum, V codes, V four) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, four)); }
-  static V add_pairs(V sum, V words) { return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1))); }
-  static V as_signed(V codes) { return _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80))); }
-  static V magnitude(V codes) { return _mm256_abs_epi8(codes); }
-  static V dot_signed(V sum, V magnitudes, V codes, V four) {
-    return add_pairs(sum, _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(four, codes)));
   }
   static __m256 floats(V sum) { return _mm256_cvtepi32_ps(sum); }
   static int32_t round(const float* from, int64_t size, float factor, bool pairs, int8_t* to) {

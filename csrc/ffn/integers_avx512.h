@@ -12,7 +12,6 @@ struct Avx512Integers {
   using Simd = Avx512;
   using V = __m512i;
   static constexpr int kVectors = 2, kTokens = 6;
-  static constexpr bool kWords = false;
   static V zero() { return _mm512_setzero_si512(); }
   static V add(V x, V y) { return _mm512_add_epi32(x, y); }
   static V load(const void* p) { return _mm512_load_si512(p); }

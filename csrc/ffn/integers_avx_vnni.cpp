@@ -4,7 +4,6 @@ namespace moelight {
 namespace {
 
 struct AvxVnniIntegers : Avx2Integers {
-  static constexpr bool kWords = false;
   static V dot(V sum, V codes, V four) { return _mm256_dpbusd_avx_epi32(sum, codes, four); }
 };
 

@@ -14,7 +14,6 @@ struct NeonIntegers {
     int32x4_t low, high;
   };
   static constexpr int kVectors = 2, kTokens = 2;
-  static constexpr bool kWords = false;
   static V zero() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
   static V add(V x, V y) { return {vaddq_s32(x.low, y.low), vaddq_s32(x.high, y.high)}; }
   static V load(const void* p) {

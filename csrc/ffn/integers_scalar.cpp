@@ -8,7 +8,6 @@ struct ScalarIntegers {
   using Simd = Scalar;
   using V = int32_t;
   static constexpr int kVectors = 1, kTokens = 1;
-  static constexpr bool kWords = false;
   static V zero() { return 0; }
   static V add(V x, V y) { return x + y; }
   static V load(const void* p) { return spread(p); }

@@ -328,6 +328,16 @@ inline __m128i part_steps(formats::Iq1M, const uint8_t* p) {  // four words of f
   return odd_steps(_mm_packus_epi16(first, second));
 }
 
+// Of a block of Q4_K or Q5_K that begins at p: the steps of eight parts, then what is taken off them (KScales). By
+// words: the bits of lower parts, and the upper bits of the others.
+inline __m128i steps_and_lows(const uint8_t* p) {
+  const __m128i head = half_bytes_at(p);
+  const __m128i lower = _mm_srlv_epi32(_mm_shuffle_epi32(head, 0xed), _mm_setr_epi32(0, 0, 0, 4));
+  const __m128i upper = _mm_srli_epi32(_mm_shuffle_epi32(head, 0x84), 2);
+  return _mm_or_si128(_mm_and_si128(lower, _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f)),
+                      _mm_and_si128(upper, _mm_setr_epi32(0, 0x30303030, 0, 0x30303030)));
+}
+
 inline float fast_half_at(const uint8_t* p) {
   uint16_t bits;
   std::memcpy(&bits, p, sizeof bits);
