@@ -126,9 +126,10 @@ class VirtualMachine:
         (state.brought if task.lane is self._layout.page_lanes[-1] else state.read).add(task.layer)
 
     def _pass_through(self, task: Task, layers: range, state: PassState) -> None:
-        """A micro-batch that decodes goes through ``layers``, whose experts are in place."""
+        """A micro-batch goes through ``layers``, whose experts are in place."""
         j = task.micro_batch
-        assert state.shape.micro_batches[j].decodes, f"{task.name} may need keys and values of others"
+        earlier = all((layer, i) in state.cached for layer in layers for i in range(j))
+        assert earlier, f"{task.name} misses earlier keys and values"
         assert state.holds.get(("hidden", j)) == layers.start, f"{task.name} comes too early or too late"
         assert not any(self._layout.layer_pages[layer] for layer in layers), f"{task.name} waits for no page"
         state.cached |= {(layer, j) for layer in layers}
@@ -169,8 +170,8 @@ class VirtualMachine:
             assert state.context[buffer] == (layer, j), f"{task.name} finds the context of {state.context[buffer]}"
         on_device = self._layout.attention == "gpu" and not self._layout.context_crosses
         if task.kind in (TaskKind.CPU_ATTENTION, TaskKind.STORE_KV) or (task.kind is TaskKind.ATTENTION and on_device):
-            earlier = [i for i in range(j) if not state.shape.micro_batches[i].decodes]
-            assert all((layer, i) in state.cached for i in earlier), f"{task.name} misses earlier keys and values"
+            earlier = all((layer, i) in state.cached for i in range(j))
+            assert earlier, f"{task.name} misses earlier keys and values"
             state.cached.add((layer, j))
 
     def _load_context(self, task: Task, state: PassState) -> None:

@@ -263,7 +263,6 @@ class PassRunner:
         return MicroBatchShape(
             tokens=load.tokens,
             prefill_only=load.prefill_only,
-            decodes=mb.decoding == load.tokens,
             samples=mb.sampled.numel() + mb.targets.numel() > 0,
             context=0 if context is None else context.tokens,
             continues=context is not None and any(chunk.start > chunk.sequence.computed for chunk in load.chunks),

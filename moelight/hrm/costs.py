@@ -28,7 +28,7 @@ ROW_PADDING = 32
 KV_SCALE_BYTES = 4  # float32, of the key or value of one head and token in a quantised cache
 PART_BYTES = 32 * MiB  # 2.7 ms of the slowest shipped link (12.3 GB/s): the longest that a transfer waits behind a page
 EXPERT_ROWS = 1024  # rows of one expert at a time: enough to make any processor compute-bound, not weight-bound
-WHOLE_LAYERS_TOKENS = 64  # of a pass whose decoding micro-batches go through a layer in one call, on a CPU
+WHOLE_LAYERS_TOKENS = 64  # of a pass whose micro-batches go through layers in one task, on a CPU
 # Seconds of an expert whose activation torch computes over those by our kernels (docs/log.md), and of a quantised one
 # where Triton does not use the tensor units (compute capability 7.5).
 TORCH_EXPERTS = 4.0

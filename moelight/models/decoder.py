@@ -176,6 +176,11 @@ class Decoder(Protocol):
         Called if ``whole_layers``."""
         ...
 
+    def bind_layers(self, layers: range, hidden: Tensor, experts: Sequence[LayerExperts], running: Running) -> None:
+        """Let the phases of ``layers`` that follow before and after attention be a call each, where there are such
+        calls for these ``experts``; the bits stay the same. Called if ``whole_layers``."""
+        ...
+
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:
         """Everything after ``attention`` [T, Hq, D] of ``layer`` up to its experts: their input and routing. Their
         weighted sum is to be added to ``hidden`` before the next phase."""
@@ -308,6 +313,9 @@ class NativeDecoder:
         )
         decode_layers(native_layers, hidden, [running], caches, block_tables, seq_lens, present, rows=rows)
         return True
+
+    def bind_layers(self, layers: range, hidden: Tensor, experts: Sequence[LayerExperts], running: Running) -> None:
+        """Do nothing: the phases of few rows are such calls."""
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:  # noqa: ARG002
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""

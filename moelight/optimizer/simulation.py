@@ -194,7 +194,6 @@ class SimulationSetup:
         return MicroBatchShape(
             tokens=round(load.tokens),
             prefill_only=self._layout.discrete and not load.decode_tokens,
-            decodes=not load.prompt_tokens,
             samples=load.rows > 0,
             context=context,
             device_tokens=self._layout.device_tokens(round(load.tokens)),

@@ -128,13 +128,16 @@ class Operations:
         mb.qkv = self.decoder.split_heads(projected)
 
     def _layers(self, task: Task, pass_pages: PassPages) -> None:
-        """All of them in one call, if there is one for their experts; else phase by phase."""
+        """All of them in one call where every row decodes, if there is one for their experts; else phase by phase."""
         mb, layers = pass_pages.micro_batches[task.micro_batch], require(task.layers)
         experts = [self._moe_ops.layer_experts(layer, pass_pages) for layer in layers]
-        caches = self._caches[layers.start : layers.stop]
-        sequences = mb.block_tables, mb.seq_lens
-        if self.decoder.decode_layers(layers, mb.hidden, caches, *sequences, experts, require(mb.running)):
-            return
+        running = require(mb.running)
+        if mb.packed is None:
+            caches = self._caches[layers.start : layers.stop]
+            if self.decoder.decode_layers(layers, mb.hidden, caches, mb.block_tables, mb.seq_lens, experts, running):
+                return
+        else:
+            self.decoder.bind_layers(layers, mb.hidden, experts, running)
         for layer in layers:
             one = replace(task, layer=layer)
             self._pre_attention(one, mb)

@@ -313,7 +313,7 @@ class ScheduleBuilder:
         `post_attention` a whole layer."""
         if layer == 0:
             self._ready[j] = self.add(TaskKind.EMBED, self.layout.compute, 0, j, writes=("hidden",))
-        if self.shape.whole_layers and self._is_whole(layer, j):
+        if self.shape.whole_layers and self._is_whole(layer):
             return
         self.load_kv(layer, j)
         sent = self._sent_down.get(j)
@@ -339,7 +339,7 @@ class ScheduleBuilder:
             self._route(layer, j)
             self._experts_over_the_link(layer, j)
             return
-        if self.shape.whole_layers and self._is_whole(layer, j):
+        if self.shape.whole_layers and self._is_whole(layer):
             self._whole_layers(layer, j)
             return
         reads: Buffers = ("attn", *self.ring(layer))
@@ -402,16 +402,15 @@ class ScheduleBuilder:
             if self.shape.micro_batches[j].samples:
                 self.compute(TaskKind.SAMPLE, self.layout.model.num_layers - 1, j, reads=("hidden",))
 
-    def _is_whole(self, layer: int, j: int) -> bool:
+    def _is_whole(self, layer: int) -> bool:
         """True if nothing moves between the phases of ``layer``, which are one task with those of layers beside it in
         a pass of whole layers."""
-        grouped = self.shape.micro_batches[j].decodes and not self._apart
-        return grouped and layer < len(self.layout.layer_pages) and not self.layout.layer_pages[layer]
+        return not self._apart and layer < len(self.layout.layer_pages) and not self.layout.layer_pages[layer]
 
     def _whole_layers(self, layer: int, j: int) -> None:
         """The task of the last of consecutive whole layers; its first was the first that was asked for."""
         first = self._whole.setdefault(j, layer)
-        if self._is_whole(layer + 1, j):
+        if self._is_whole(layer + 1):
             return
         layers, buffers = range(self._whole.pop(j), layer + 1), (self.buffer("hidden", j),)
         deps, kind = (self._ready[j],), TaskKind.LAYERS

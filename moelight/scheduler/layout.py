@@ -135,7 +135,6 @@ class MicroBatchShape:
 
     Attributes:
         prefill_only: its prompts attend over their own new keys and values; no chunk reads the cache.
-        decodes: it holds generated tokens alone.
         samples: at least one sequence gets a new token at the end of the pass.
         context: cached tokens of all sequences; 0 where none cross the link, so that schedules can be cached by shape.
         continues: the context includes tokens of earlier micro-batches of this pass (a prompt cut in two).
@@ -145,7 +144,6 @@ class MicroBatchShape:
 
     tokens: int
     prefill_only: bool = False
-    decodes: bool = False
     samples: bool = True
     context: int = 0
     continues: bool = False
@@ -162,8 +160,8 @@ class PassShape:
         wraps: another pass follows.
         routed_only: an on-demand pass; none of its pages are prefetched for the next pass.
         ahead: in such a pass, predicted experts of later layers are prefetched; ``predict_experts``: by their routers.
-        whole_layers: without a link, a micro-batch that decodes goes through consecutive layers in one task where none
-            of their pages move (not under schedules that keep attention and experts apart).
+        whole_layers: without a link, a micro-batch goes through consecutive layers in one task where none of their
+            pages move (not under schedules that keep attention and experts apart).
     """
 
     micro_batches: tuple[MicroBatchShape, ...]

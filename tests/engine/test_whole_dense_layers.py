@@ -1,5 +1,5 @@
 """All layers of a dense module graph in one call give the logits of their phases, to the bit, and serve every pass that
-decodes; what the call does not compute runs in phases."""
+decodes; short prompts are two calls a layer, and what no call computes runs in phases."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ pytest.importorskip("greenlet")
 
 from moelight.core.policy import Shares
 from moelight.kernels import native
+from moelight.kernels.layer import DecoderLayer
 from moelight.models.graph import decoder
 from moelight.models.graph.layers import UsualLayer
 from moelight.runtime.ops import Operations
@@ -112,6 +113,24 @@ def test_logits_are_those_of_the_phases(
     assert len(calls) == passes
     for ours, theirs in zip(result, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_layers_of_a_short_prompt_are_two_calls_each(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[int] = []
+    original = DecoderLayer.after_attention
+    monkeypatch.setattr(
+        DecoderLayer,
+        "after_attention",
+        lambda layer, hidden, *rest: tokens.append(len(hidden)) or original(layer, hidden, *rest),
+    )
+    model, prompts = write("gemma3", "Q4_1"), sequences(2)
+    with forced(model, batch_size=2, micro_batch_size=2, kv_tokens=64, weight_dtype="float32") as engine:
+        result = engine.logits(prompts, [len(ids) for ids in prompts])
+        assert set(tokens) == {sum(map(len, prompts))}
+    monkeypatch.setattr(Operations, "whole_layers", property(lambda _: False, lambda *_: None), raising=False)
+    with forced(model, batch_size=2, micro_batch_size=2, kv_tokens=64, weight_dtype="float32") as engine:
+        expected = engine.logits(prompts, [len(ids) for ids in prompts])
+    assert all(map(torch.equal, result, expected))
 
 
 def test_layers_are_bound_once(write: Write, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from tests.shapes import examples, small_layout
 from tests.virtual import VirtualMachine
 
 CONTEXT = MicroBatchShape(tokens=3)
-DECODING = MicroBatchShape(tokens=3, decodes=True)
 FRESH = MicroBatchShape(tokens=5, prefill_only=True)
 LAYOUTS = {
     "link": small_layout(experts=5, resident=2, host=4),
@@ -53,7 +52,7 @@ PAIRS = [
 
 def shape_of(layout: Layout) -> PassShape:
     prefetched = min(len(layout.layer_pages[0]), layout.ring_slots)
-    batches = (CONTEXT, FRESH, CONTEXT) if layout.discrete else (CONTEXT, DECODING, CONTEXT)
+    batches = (CONTEXT, FRESH, CONTEXT) if layout.discrete else (CONTEXT,) * 3
     if layout.context_crosses:
         batches = (replace(CONTEXT, context=9), FRESH, replace(CONTEXT, context=7, continues=True))
     return PassShape(micro_batches=batches, prefetched=prefetched, wraps=True, whole_layers=not layout.discrete)
@@ -140,27 +139,26 @@ def test_the_unbroken_schedules_pass(kind: str, builder: str) -> None:
 
 
 @pytest.mark.parametrize("builder", ["cgopipe", "fastdecode", "flexgen", "serial"])
-def test_decoding_micro_batches_go_through_layers_in_place_in_one_task(builder: str) -> None:
-    """A page of one layer is read; the micro-batch that may hold a prompt has phases everywhere."""
+def test_micro_batches_go_through_layers_in_place_in_one_task(builder: str) -> None:
+    """A page of one layer is read, which has phases."""
     layout = small_layout((True,) * 4, experts=2, discrete=False, resident=7)
     moving = [layer for layer, pages in enumerate(layout.layer_pages) if pages]
-    shape = PassShape(micro_batches=(DECODING, CONTEXT), whole_layers=True)
+    shape = PassShape(micro_batches=(CONTEXT, CONTEXT), whole_layers=True)
     schedule = SCHEDULES.get(builder)(layout, shape)
     validate(schedule, layout, shape)
     VirtualMachine(layout, Random(0)).run(schedule, shape)
     full = [task for task in schedule.tasks if task.kind is TaskKind.LAYERS]
-    assert {task.micro_batch for task in full} == {0}
-    covered = sorted(layer for task in full for layer in task.layers or ())
-    assert covered == sorted(set(range(4)) - set(moving))
+    covered = sorted((layer, task.micro_batch) for task in full for layer in task.layers or ())
+    assert covered == [(layer, j) for layer in range(4) for j in range(2) if layer not in moving]
     assert len(full) < len(covered)
     phases = {(task.layer, task.micro_batch) for task in schedule.tasks if task.kind is TaskKind.CPU_ATTENTION}
-    assert phases == {(layer, 0) for layer in moving} | {(layer, 1) for layer in range(4)}
+    assert phases == {(layer, j) for layer in moving for j in range(2)}
 
 
 @pytest.mark.parametrize("builder", ["module", "flexgen-loop"])
 def test_orders_that_part_attention_and_experts_keep_them_apart(builder: str) -> None:
     layout = small_layout((True, True), experts=2, discrete=False, resident=4)
-    shape = PassShape(micro_batches=(DECODING,), whole_layers=True)
+    shape = PassShape(micro_batches=(CONTEXT,), whole_layers=True)
     schedule = SCHEDULES.get(builder)(layout, shape)
     validate(schedule, layout, shape)
     assert TaskKind.LAYERS not in {task.kind for task in schedule.tasks}

@@ -97,7 +97,7 @@ def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counte
         if apart and shape.routed_only:
             expected.update(_fetches(layout, shape, layer, full=full))
         for j, micro_batch in enumerate(shape.micro_batches):
-            together = shape.whole_layers and micro_batch.decodes and schedule.builder not in APART
+            together = shape.whole_layers and schedule.builder not in APART
             if together and (layers := whole_layers(layout, layer)) is not None:
                 expected[TaskKind.LAYERS, layer, j] += layers.start == layer
                 continue

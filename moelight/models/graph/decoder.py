@@ -44,6 +44,7 @@ class Running:
         value: that the run is resumed with; None at its start, and while ``effect`` is not taken.
         routed: the input [T, H] of the last layer's experts.
         start: begins the run anew.
+        passed: layers that the run passes by, which are computed by two calls each.
     """
 
     run: GraphRun
@@ -51,6 +52,7 @@ class Running:
     effect: Effect | None = None
     value: Tensor | None = None
     routed: Tensor | None = None
+    passed: LayersPassed | None = None
 
     def next(self) -> Effect:
         """The next effect, which remains until it is taken."""
@@ -106,9 +108,13 @@ class GraphDecoder:
         start = partial(self._graph.start, token_ids, positions, states, lengths)
         return Running(start(), start)
 
-    def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:  # noqa: ARG002
+    def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
         """Up to the attention of ``layer``: q [T, Hq, D], k and v [T, Hkv, D], or of latent attention absorbed queries
         [T, Hq, R], their rotary part and the row of the cache; through a mixer with state of its own, and nothing."""
+        if running.passed is not None:
+            (cos, sin), like = running.passed.angles[layer], self._usual[layer].attention.like
+            heads = self._bound[1][layer][0].before_attention(hidden, cos[0], sin[0])
+            return heads.split((like.q.shape[1], like.k.shape[1], like.k.shape[1]), dim=1)
         effect = running.next()
         if not isinstance(effect, Attend | Latents | MixerPassed) or effect.layer != layer:
             return ()
@@ -139,6 +145,11 @@ class GraphDecoder:
         wide: bool = False,
     ) -> None:
         """A dense layer of a model with experts is computed with the segment that follows it."""
+        if running.passed is not None:
+            assert attention is not None, "layers that are passed by attend"
+            native_layer, block = self._bound[1][layer]
+            native_layer.after_attention(hidden, attention.flatten(1), block)
+            return
         if self._forms[layer] is None and not self.model.dense:
             self._attended(layer, attention, running)
             return
@@ -157,17 +168,10 @@ class GraphDecoder:
         experts: Sequence[LayerExperts],
         running: Running,
     ) -> bool:
-        bound = self._bind(experts) if len(layers) == len(self._usual) else ()
-        if not bound:
+        if (effect := self._pass_by(layers, hidden, experts, running)) is None:
             return False
-        running.run = running.start(together=True)
-        effect: object = running.next()
-        if not isinstance(effect, LayersPassed) or effect.hidden is None:
-            running.run.close()
-            running.run, running.effect = running.start(), None
-            return False
-        hidden.copy_(effect.hidden[0])
         angles = {id(cos): (cos, sin) for cos, sin in effect.angles}
+        bound = self._bound[1]
         decode_layers(
             [layer for layer, _ in bound],
             hidden,
@@ -178,8 +182,27 @@ class GraphDecoder:
             [block for _, block in bound],
             turns=[list(angles).index(id(cos)) for cos, _ in effect.angles],
         )
-        running.effect, running.value = None, hidden
         return True
+
+    def bind_layers(self, layers: range, hidden: Tensor, experts: Sequence[LayerExperts], running: Running) -> None:
+        running.passed = self._pass_by(layers, hidden, experts, running)
+
+    def _pass_by(
+        self, layers: range, hidden: Tensor, experts: Sequence[LayerExperts], running: Running
+    ) -> LayersPassed | None:
+        """Have the run pass ``layers`` by, whose input is in ``hidden`` now, and is resumed with what that holds then;
+        None if they are not all layers, or have no such calls: the run is at its start."""
+        if len(layers) < len(self._usual) or not self._bind(experts):
+            return None
+        running.run = running.start(together=True)
+        effect: object = running.next()
+        if not isinstance(effect, LayersPassed) or effect.hidden is None:
+            running.run.close()
+            running.run, running.effect = running.start(), None
+            return None
+        hidden.copy_(effect.hidden[0])
+        running.effect, running.value = None, hidden
+        return effect
 
     def _bind(self, experts: Sequence[LayerExperts]) -> Sequence[Bound]:
         """All layers with the matrices of ``experts``, bound once for the same pages; none if some are elsewhere, or
