@@ -25,7 +25,7 @@ inline __m256i lanes_at(const void* p) { return _mm256_load_si256(static_cast<co
 inline __m256i four_at(const char* p) { return _mm256_set1_epi32(number_at<int32_t>(p)); }
 
 // The sum as it is: gcc would add the terms of a sum of whole numbers in another order, from memory.
-inline __m256i kept(__m256i sum) {
+inline __m256i in_order(__m256i sum) {
   asm("" : "+x"(sum));
   return sum;
 }
@@ -114,17 +114,17 @@ struct PanelTile {
       LaneSums<kTokens> words;
 #pragma GCC unroll 8
       for (int64_t j = 0; j < kRun; j += 4, codes += 4 * kPanelRows) {
-        const __m256i low = kept(lanes_at(codes)), high = kept(lanes_at(codes + 32));
+        const __m256i low = in_order(lanes_at(codes)), high = in_order(lanes_at(codes + 32));
 #pragma GCC unroll 4
         for (int t = 0; t < kTokens; ++t) {
           const __m256i four = four_at(token + t * x_bytes + j);
           const __m256i first_pairs = _mm256_maddubs_epi16(low, four), pairs = _mm256_maddubs_epi16(high, four);
-          words[t][0] = kept(j == 0 ? first_pairs : _mm256_add_epi16(words[t][0], first_pairs));
-          words[t][1] = kept(j == 0 ? pairs : _mm256_add_epi16(words[t][1], pairs));
+          words[t][0] = in_order(j == 0 ? first_pairs : _mm256_add_epi16(words[t][0], first_pairs));
+          words[t][1] = in_order(j == 0 ? pairs : _mm256_add_epi16(words[t][1], pairs));
         }
       }
       for_each([&](int t, int v) {
-        sum[t][v] = kept(_mm256_add_epi32(sum[t][v], _mm256_madd_epi16(words[t][v], times[v])));
+        sum[t][v] = in_order(_mm256_add_epi32(sum[t][v], _mm256_madd_epi16(words[t][v], times[v])));
       });
     }
   }
@@ -137,20 +137,20 @@ struct PanelTile {
 #pragma GCC unroll 8
     for (int64_t j = k; j < k + kColumns; j += 4, codes += 4 * kPanelRows) {
       const __m256i mask = _mm256_set1_epi16(255), first_codes = lanes_at(codes), codes_after = lanes_at(codes + 32);
-      const __m256i even[kSumVectors] = {kept(_mm256_and_si256(first_codes, mask)),
-                                         kept(_mm256_and_si256(codes_after, mask))};
-      const __m256i odd[kSumVectors] = {kept(_mm256_srli_epi16(first_codes, 8)),
-                                        kept(_mm256_srli_epi16(codes_after, 8))};
+      const __m256i even[kSumVectors] = {in_order(_mm256_and_si256(first_codes, mask)),
+                                         in_order(_mm256_and_si256(codes_after, mask))};
+      const __m256i odd[kSumVectors] = {in_order(_mm256_srli_epi16(first_codes, 8)),
+                                        in_order(_mm256_srli_epi16(codes_after, 8))};
 #pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) {
         const __m256i evens = four_at(reinterpret_cast<const char*>(words.even[t] + j / 2));
 #pragma GCC unroll 2
         for (int v = 0; v < kSumVectors; ++v)
-          sum[t][v] = kept(_mm256_add_epi32(sum[t][v], _mm256_madd_epi16(even[v], evens)));
+          sum[t][v] = in_order(_mm256_add_epi32(sum[t][v], _mm256_madd_epi16(even[v], evens)));
         const __m256i odds = four_at(reinterpret_cast<const char*>(words.odd[t] + j / 2));
 #pragma GCC unroll 2
         for (int v = 0; v < kSumVectors; ++v)
-          sum[t][v] = kept(_mm256_add_epi32(sum[t][v], _mm256_madd_epi16(odd[v], odds)));
+          sum[t][v] = in_order(_mm256_add_epi32(sum[t][v], _mm256_madd_epi16(odd[v], odds)));
       }
     }
   }

@@ -98,10 +98,10 @@ constexpr bool kHalvedBlocks = kFiveBitBlocks<Format> || std::is_same_v<Format, 
 // Fifth bits of four codes of each row out of thirty-two bits of it: of those from `quad` times four on.
 inline __m256i fifth_bits_of(__m256i bits, int quad) {
   const __m128i rows = _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c);
-  const __m256i place =
+  const __m256i offsets =
       _mm256_add_epi8(_mm256_set1_epi8(static_cast<char>(quad / 2)), _mm256_broadcastsi128_si256(rows));
   const __m256i mask = _mm256_set1_epi32(quad % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010));
-  const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(bits, place), mask), mask);
+  const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(bits, offsets), mask), mask);
   return _mm256_and_si256(set, _mm256_set1_epi8(16));
 }
 

@@ -4,8 +4,8 @@ rounded once, or with norms of their results too, are left to the leaves, unless
 (`UsualLayer.bound`).
 
 All layers of a dense graph of that form are one native call where few rows decode, and two each in a short prompt: the
-run passes them by, and embedding, final norm and head remain the graph's. Its kernels are those of the phases in their order, and its results
-theirs to the bit.
+run passes them by, and embedding, final norm and head remain the graph's. Its kernels are those of the phases in their
+order, and its results theirs to the bit.
 
 Attention and layers are recognised by their numbers, as `leaves` are; what is not recognised stays as it is, and so do
 all blocks of experts. At every call it is asked again whether the kernels serve what is given.
