@@ -22,6 +22,7 @@ from moelight.hrm.machine_model import speeds_of
 from moelight.kernels.matrices import Stack, floats_of
 from moelight.kernels.quantized import dense_values, stacked_rows
 from moelight.models.checkpoints import open_model
+from moelight.models.decoder import NativeDecoder
 from moelight.optimizer.explain import activations_text
 from moelight.optimizer.runnable import activation_faults
 from moelight.profiles.hardware import load_hardware_profile
@@ -41,9 +42,9 @@ def weights_of(model: Path, device: str = "cpu", **how: Any) -> tuple[ModelWeigh
     policy = Policy(model=str(model), **SIZES, weights=Shares(host=1.0), **how)
     with Engine(policy, device=device) as engine:
         loaded = engine._passes.model
-        assert loaded.weights is not None
+        assert isinstance(loaded.operations.decoder, NativeDecoder)
         arena = footprint(loaded.profile, policy, dtype=loaded.dtype)
-        return loaded.weights, next(arena.bytes for arena in arena.arenas if arena.purpose == "dense")
+        return loaded.operations.decoder.weights, next(arena.bytes for arena in arena.arenas if arena.purpose == "dense")
 
 
 def stacked(weights: ModelWeights) -> dict[str, Stack]:
@@ -94,8 +95,8 @@ def test_beside_a_device_they_become_numbers(device: str, tiny: Tiny, tmp_path: 
     homes = Shares(host=1.0)
     policy = resolve(Policy(model=str(quantised), **SIZES, weights=homes, **how), opened, discrete=device != "cpu")
     with Engine(policy, device=device) as engine:
-        weights = engine._passes.model.weights
-        assert weights is not None and bool(stacked(weights)) == (device == "cpu")
+        decoder = engine._passes.model.operations.decoder
+        assert isinstance(decoder, NativeDecoder) and bool(stacked(decoder.weights)) == (device == "cpu")
 
 
 def test_they_are_read_in_their_own_bytes(tiny: Tiny, tmp_path: Path) -> None:
