@@ -59,7 +59,7 @@ def test_the_nouns_are_frozen_keyword_only_and_slotted() -> None:
         for noun in vars(importlib.import_module(module.name)).values():
             if isinstance(noun, type) and dataclasses.is_dataclass(noun) and noun.__module__ == module.name:
                 seen += 1
-                assert noun.__dataclass_params__.frozen, noun
+                assert noun.__dataclass_params__.frozen, noun  # type: ignore[attr-defined]
                 assert "__slots__" in vars(noun), noun
                 assert all(field.kw_only for field in dataclasses.fields(noun)), noun
     assert seen >= 10

@@ -48,7 +48,7 @@ def maker() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    module._TRAINING_FILES = 3
+    module._TRAINING_FILES = 3  # type: ignore[attr-defined]
     return module
 
 

@@ -218,7 +218,7 @@ def options_of(command) -> set[str]:  # type: ignore[no-untyped-def]
 
 
 def test_commands_and_options_are_these() -> None:
-    program = typer.main.get_command(app)
+    program = typer.main.get_group(app)
     result = {"moelight": options_of(program)}
     for name, command in program.commands.items():
         result[name] = options_of(command)
@@ -228,7 +228,7 @@ def test_commands_and_options_are_these() -> None:
 
 
 def test_defaults_of_generate() -> None:
-    command = typer.main.get_command(app).commands["generate"]
+    command = typer.main.get_group(app).commands["generate"]
     defaults = {parameter.name: parameter.default for parameter in command.params if parameter.name != "help"}
     assert defaults["model"] is None  # demo, or the policy's
     assert (defaults["max_tokens"], defaults["seed"], defaults["device"]) == (None, 0, "auto")
@@ -246,7 +246,7 @@ def test_help_names_what_there_is() -> None:
 
 @pytest.mark.parametrize("command", PLANNING)
 def test_planning_starts_from_the_machine_at_hand_and_mtbench(command: str) -> None:
-    result = typer.main.get_command(app).commands[command]
+    result = typer.main.get_group(app).commands[command]
     defaults = {parameter.name: parameter.default for parameter in result.params if parameter.name != "help"}
     assert defaults["hw"] == (None if command == "inspect" else "auto")
     assert defaults["workload"] is None and defaults["prompt_len"] is None

@@ -47,7 +47,7 @@ def test_a_command_imports_its_own_files() -> None:
 
 
 def test_help_says_what_the_commands_say() -> None:
-    program = typer.main.get_command(app)
+    program = typer.main.get_group(app)
     assert list(program.commands) == list(COMMANDS)
     for name, summary in COMMANDS.items():
         help_ = " ".join(program.commands[name].help.split("\n\n")[0].split())

@@ -173,5 +173,5 @@ def test_leaving_in_the_middle_leaves_an_engine_that_works(model: Path, device: 
         for stop_after in (0, 1, 3):
             running = engine.run(requests)
             assert set(tokens([next(running) for _ in range(stop_after)])) <= set(wanted)
-            running.close()
+            running.close()  # type: ignore[attr-defined]
         assert tokens(list(engine.run(requests))) == wanted

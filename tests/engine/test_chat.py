@@ -208,7 +208,7 @@ def test_text_parts_are_joined_unless_the_template_walks_them() -> None:
     assert Conversation(messages=talk).shown == "a\nb"
 
 
-CALLING = [
+CALLING: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": '{"q": 1}'}}]},
 ]

@@ -160,11 +160,13 @@ def test_closing_frees_the_model(model: Path, device: str) -> None:
         engine.generate(PROMPTS, HOW)
         passes = engine._passes
         assert passes is not None
-        embed = weakref.ref(floats_of(passes.model.operations.decoder.weights.embed))
+        decoder = passes.model.operations.decoder
+        assert isinstance(decoder, NativeDecoder)
+        embed = weakref.ref(floats_of(decoder.weights.embed))
         runner = weakref.ref(passes)
         assert moelight_threads()
         assert open_files()
-        del passes
+        del passes, decoder
     gc.collect()
     assert runner() is None
     assert embed() is None

@@ -61,7 +61,7 @@ def test_no_more_is_asked_for_than_rides_and_one_ahead(model: Path, devices: str
         for _ in islice(result, 40):
             ended += 1
             assert source.taken <= ended + 3 * 4 + 1, "those of this pass and of two that follow it, and one"
-        result.close()
+        result.close()  # type: ignore[attr-defined]
         assert engine.stats.prompt_tokens < source.taken * 4
         assert engine._loaded.pool.free == engine._loaded.pool.blocks
         inputs = source.taken

@@ -19,7 +19,7 @@ from moelight.core.schedule import Page
 from moelight.core.units import align_up
 from moelight.engine.engine import Engine
 from moelight.formats.format import PAGE_ALIGNMENT
-from moelight.models.checkpoints import open_model
+from moelight.models.checkpoints import NativeSource, open_model
 from moelight.profiles.gguf import read_gguf
 from tests.cases import thorough
 from tests.tiny import save_byte_tokenizer
@@ -67,7 +67,7 @@ def test_tokens_are_those_of_the_model_that_transformers_saves_with_the_numbers(
     ours = architecture in OURS
     save_numbers(values, architecture, experts=experts, dtype=torch.bfloat16 if ours else torch.float32)
     save_byte_tokenizer(values)
-    assert (open_model(str(path)).graph is None) == ours
+    assert isinstance(open_model(str(path)).source, NativeSource) == ours
     wanted, keys = tokens(values, Shares(host=1.0)), {} if ours else IN_FLOAT32
     for homes in (Shares(host=1.0), Shares(disk=1.0)):
         assert tokens(path, homes, **keys) == wanted

@@ -26,6 +26,7 @@ from moelight.models.decoder import NativeDecoder
 from moelight.optimizer.explain import activations_text
 from moelight.optimizer.runnable import activation_faults
 from moelight.profiles.hardware import load_hardware_profile
+from moelight.profiles.tensor_list import dense_tensors
 from moelight.weights.load import LayerWeights, ModelWeights
 from tests.cases import thorough
 from tests.engine.graphs import STREAMED, tokens
@@ -44,7 +45,9 @@ def weights_of(model: Path, device: str = "cpu", **how: Any) -> tuple[ModelWeigh
         loaded = engine._passes.model
         assert isinstance(loaded.operations.decoder, NativeDecoder)
         arena = footprint(loaded.profile, policy, dtype=loaded.dtype)
-        return loaded.operations.decoder.weights, next(arena.bytes for arena in arena.arenas if arena.purpose == "dense")
+        return loaded.operations.decoder.weights, next(
+            arena.bytes for arena in arena.arenas if arena.purpose == "dense"
+        )
 
 
 def stacked(weights: ModelWeights) -> dict[str, Stack]:
@@ -114,11 +117,9 @@ def test_they_are_read_in_their_own_bytes(tiny: Tiny, tmp_path: Path) -> None:
     dtype = costs.kept_dtype(models[0].model, models[0].dtype, head=False)
     assert few[0] < 0.6 * few[1] and dtype.bits < 8
     matrices = sum(
-        tensor.elements
-        for tensor in costs.dense_tensors(models[0].model)
-        if tensor.layer >= 0 and len(tensor.shape) > 1
+        tensor.elements for tensor in dense_tensors(models[0].model) if tensor.layer >= 0 and len(tensor.shape) > 1
     )
-    layers = [tensor for tensor in costs.dense_tensors(models[0].model) if tensor.layer >= 0 and len(tensor.shape) > 1]
+    layers = [tensor for tensor in dense_tensors(models[0].model) if tensor.layer >= 0 and len(tensor.shape) > 1]
     size = sum(costs.dense_tensor_bytes(models[0].model, item, models[0].dtype, as_stored=True) for item in layers)
     assert size <= dtype.bytes_for(matrices) <= size + matrices // 64
     assert align_up(size, 64) >= size

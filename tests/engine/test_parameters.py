@@ -134,7 +134,7 @@ def test_only_who_needs_history_is_waited_for(device: str, tiny: Tiny, monkeypat
         assert not answers[0]._states
         running = engine.stream(PROMPTS[:3], hows)
         next(running)
-        running.close()
+        running.close()  # type: ignore[attr-defined]
         assert len(engine.generate(PROMPTS[:3], hows)) == 3
 
 

@@ -15,8 +15,9 @@ from moelight.engine.api import optimize
 from moelight.engine.options import EngineOptions
 from moelight.engine.planning import plan_for, resolve
 from moelight.optimizer import optimize as planner
+from moelight.optimizer.placement import Solution
 from moelight.optimizer.problem import Problem
-from moelight.optimizer.search import Solution
+from moelight.optimizer.search import search as find
 from moelight.profiles.files import profile_names
 from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model import not_computed
@@ -42,10 +43,9 @@ def test_the_engine_plans_what_optimize_recommends(machine: str, model: str, mon
         for other, result in asked:
             if other == problem:
                 return result
-        asked.append((problem, searched(problem)))
+        asked.append((problem, find(problem)))
         return asked[-1][1]
 
-    searched = planner.search
     monkeypatch.setattr(planner, "search", search)
     monkeypatch.setattr(planner, "best_plan", partial(planner.best_plan, proof=False))
     hardware, profile, work = load_hardware_profile(machine), load_model_profile(model), load_workload("mtbench")

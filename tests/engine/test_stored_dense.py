@@ -23,7 +23,7 @@ from moelight.hrm import costs
 from moelight.hrm.footprint import footprint
 from moelight.hrm.inventory import inventory
 from moelight.kernels import native
-from moelight.models.checkpoints import open_model
+from moelight.models.checkpoints import GraphSource, open_model
 from moelight.models.graph import self_test
 from moelight.models.profiles import profile_of_checkpoint
 from moelight.profiles.model_files import load_model_profile
@@ -122,7 +122,9 @@ def test_a_tied_head_is_the_stored_embedding(write: Write) -> None:
     wanted = answers(write("mix", unpacked=True, tied=True))
     path = write("mix", tied=True)
     assert answers(path) == wanted
-    tensors = {name: tensor for tensor in open_model(str(path)).source.weights.dense for name in tensor.names}
+    source = open_model(str(path)).source
+    assert isinstance(source, GraphSource)
+    tensors = {name: tensor for tensor in source.weights.dense for name in tensor.names}
     assert tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"]
     assert [matrix.stored.name for matrix in tensors["lm_head.weight"].stack] == ["Q5_K"]
 

@@ -11,7 +11,8 @@ import pytest
 
 from moelight.core.errors import ConfigError
 from moelight.experts import trace
-from moelight.experts.trace import MOST_EXPERTS, MOST_LAYERS, RoutingTrace, read_rows
+from moelight.experts.trace import RoutingTrace, read_rows
+from moelight.profiles.model import MOST_EXPERTS, MOST_LAYERS
 from tests.experts.traces import write_trace
 
 

@@ -26,7 +26,7 @@ def arguments(device: torch.device) -> dict[str, Any]:
     return {"x": x, "pages": layer.pages, "offsets": offsets, "tokens": None, "out": None}
 
 
-WRONG = {
+WRONG: dict[str, Any] = {
     "x": [None, 3, lambda x: x.half(), lambda x: x[0], lambda x: x[:, :31], lambda x: x.t().contiguous().t(),
           lambda x: x[:1].expand(6, 32), lambda x: x.to("meta"), lambda x: x.to_sparse()],
     "pages": [None, [], "pages"],
@@ -72,7 +72,7 @@ def test_pages_name_the_wrong_argument():
             ExpertTable.of(**matrices(**change))
 
 
-ROUTED = {
+ROUTED: dict[str, Any] = {
     "logits": [
         None,
         [[1.0]],
@@ -83,7 +83,7 @@ ROUTED = {
     ],
     "top_k": [None, 0, -1, 5, 1.0, "2", True],
 }
-SUMMED = {
+SUMMED: dict[str, Any] = {
     "results": [None, lambda t: t.int(), lambda t: t[:, 0], lambda t: t.t().contiguous().t(), lambda t: t.to_sparse()],
     "weights": [None, lambda t: t.double(), lambda t: t[:, :0], lambda t: t[0]],
     "places": [None, lambda t: t.int(), lambda t: t[:, :1], lambda t: t + 5, lambda t: t - 1, lambda t: t.tolist()],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Lane, TaskKind
-from moelight.hrm.machine_model import Speeds
+from moelight.hrm.machine_model import Speeds, speeds_of
 from moelight.optimizer import simulation
 from moelight.optimizer.simulation import SimulationSetup, layer_starts
 from moelight.profiles.hardware import load_hardware_profile
@@ -62,7 +62,7 @@ def test_launches_hide_behind_the_link(card: str, device: float, disk: float, mo
         setup = SimulationSetup(planned, load_model_profile("mixtral-8x7b"), hardware, WORK)
         return setup.simulated_run("cgopipe", passes=1).steady.seconds
 
-    with_launches, speeds_of = pass_s(), simulation.speeds_of
+    with_launches = pass_s()
 
     def without(*inputs: Any) -> Speeds:
         speeds = speeds_of(*inputs)

@@ -2,6 +2,7 @@
 bfloat16 (``pip install torchao==0.18.0``, then ``python torchao_values.py torchao.safetensors``)."""
 
 import sys
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +19,9 @@ CONFIGS = {
     "int8": Int8WeightOnlyConfig(),
     "fp8": Float8WeightOnlyConfig(),
     "int4": IntxWeightOnlyConfig(
-        weight_dtype=torch.int4, granularity=PerGroup(32), mapping_type=MappingType.ASYMMETRIC
+        weight_dtype=torch.int4,  # type: ignore[attr-defined]
+        granularity=PerGroup(32),
+        mapping_type=MappingType.ASYMMETRIC,
     ),
 }
 torch.manual_seed(4)
@@ -26,7 +29,8 @@ tensors = {}
 for name, config in CONFIGS.items():
     layer = torch.nn.Linear(64, 4, bias=False, dtype=torch.bfloat16)
     quantize_(layer, config)
-    parts = (*layer.weight.tensor_data_names, *getattr(layer.weight, "optional_tensor_data_names", ()))
+    weight: Any = layer.weight
+    parts = (*weight.tensor_data_names, *getattr(layer.weight, "optional_tensor_data_names", ()))
     for part in parts:
         if getattr(layer.weight, part) is not None:
             tensors[f"{name}._weight_{part}"] = getattr(layer.weight, part)
