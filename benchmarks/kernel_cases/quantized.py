@@ -108,6 +108,9 @@ FEW_SHARE = 0.8  # of its own read roof, with few rows
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Every format with every number of rows an expert."""
+    exact = [(*form, "auto") for form in FORMATS]
+    forms = (*exact, *((*form, "int8") for form in INTEGERS))
+    setting = setting.shared_by(1 + len(REPACKED) + len(forms))
     for rows in ROWS:
         layer = Layer(SIZES, rows, setting)
         hidden, width, count = SIZES
@@ -124,8 +127,7 @@ def cases(setting: Setting) -> Iterator[Case]:
             )
             for stored in REPACKED
         )
-        exact = [(*form, "auto") for form in FORMATS]
-        for stored, few, middle, activations in (*exact, *((*form, "int8") for form in INTEGERS)):
+        for stored, few, middle, activations in forms:
             rounded = activations == "int8"
             contenders.append(
                 Contender(

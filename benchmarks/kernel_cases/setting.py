@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peers.common import UnableError, seconds
 
@@ -19,6 +20,11 @@ class Setting:
     gib: float
     vllm: Peer
     ipex: Peer
+
+    def shared_by(self, contenders: int) -> Setting:
+        """With sets so small that those of ``contenders``, which a case holds together, take half of the memory."""
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return replace(self, gib=min(self.gib, memory / contenders / 2**31))
 
 
 def here(operation: Callable[[], object]) -> Timed:
