@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from moelight.batch.fields import Input, RowContext, Skip
 from moelight.batch.rows import BadRow, Row, bad_row
-from moelight.batch.simple import PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
+from moelight.batch.simple import CHOICES, PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
 from moelight.batch.source import LONGEST_LINE, InputSource
 from moelight.core.errors import InputError, did_you_mean
 
@@ -150,7 +150,7 @@ class _TableReader(Input):
                 raise self._source.refusal(f"no column {column!r}{did_you_mean(column, names)} {listing}")
 
         need(prompt)
-        columns = {name: name for name in (*PROMPT_FIELDS, *SAMPLING_FIELDS) if name in names}
+        columns = {name: name for name in (*PROMPT_FIELDS, CHOICES, *SAMPLING_FIELDS) if name in names}
         if prompt is not None:
             columns = {name: name for name in columns if name not in PROMPT_FIELDS}
             columns[prompt if prompt in PROMPT_FIELDS else "prompt"] = prompt
@@ -219,7 +219,7 @@ class CsvReader(_TableReader):
             values = {name: _value(name, cells[at]) for name, at in self._places.items() if cells[at]}
         except (InputError, RecursionError) as refusal:
             return bad_row(number, line, custom_id, refusal)
-        return read_values(values, number, line, self._samplings)
+        return read_values(values, number, line, self._context, self._samplings)
 
 
 class ParquetReader(_TableReader):
@@ -278,7 +278,7 @@ class ParquetReader(_TableReader):
                 cells["messages"] = _value("messages", cells["messages"])
         except (InputError, RecursionError) as error:
             return bad_row(number, line, custom_id if isinstance(custom_id, str) else None, error)
-        return read_values(cells, number, line, self._samplings)
+        return read_values(cells, number, line, self._context, self._samplings)
 
 
 def _open_parquet(file: io.BufferedReader, source: InputSource) -> Any:

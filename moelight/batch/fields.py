@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from moelight.batch.model_names import ModelNames
 from moelight.batch.rows import LONGEST_NAME, BadRow, Row, RowFormat, bad_row
+from moelight.batch.scoring import GENERATE
 from moelight.batch.source import LONGEST_LINE, InputSource
 from moelight.core.errors import InputError, did_you_mean
 from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
@@ -38,7 +39,8 @@ class RowContext:
     ``strict`` and ``resamplings`` in its structured outputs and tools.
 
     ``prompt_column`` and ``id_column`` name columns of a table. In the simple format, answers have the generated ids
-    with ``token_ids``, and the line of their prompt with ``numbered``.
+    with ``token_ids``, and the line of their prompt with ``numbered``. ``task`` is one of `TASKS`; where it generates
+    nothing, rows without ``choices`` have those.
     """
 
     defaults: SamplingParams = field(default_factory=SamplingParams)
@@ -50,6 +52,8 @@ class RowContext:
     vocabulary: RowTokenizer | None = None
     token_ids: bool = False
     numbered: bool = False
+    task: str = GENERATE
+    choices: tuple[str, ...] = ()
 
 
 def unknown_field(name: str, known_names: Iterable[str]) -> InputError:

@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from moelight.batch.fields import Input, RowContext
+from moelight.batch.scoring import GENERATE
 from moelight.batch.simple import PROMPT_FIELDS
 from moelight.batch.source import InputSource, open_input_source
 from moelight.core.errors import InputError
@@ -51,6 +52,8 @@ def open_input(path: Path, context: RowContext | None = None, *, format: str = A
         reader = FORMATS.get(name)(context, source)
         if name not in _TABLES and (context.prompt_column is not None or context.id_column is not None):
             raise InputError(f"{source.name}: columns can be named for {' and '.join(_TABLES)}, not for {name}")
+        if name == "openai" and context.task != GENERATE:
+            raise InputError(f"{source.name}: --task {context.task} reads prompts and messages, not OpenAI batch lines")
         if next(reader.rows(), None) is None:
             raise source.refusal("no prompts")
     except BaseException:

@@ -32,6 +32,7 @@ from moelight.batch.progress import JobCounts, JobStart, Progress, ProgressGroup
 from moelight.batch.row_processor import JobInput, RowProcessor, refuse_struck
 from moelight.batch.rows import BadRow
 from moelight.batch.scan import Scan, scan
+from moelight.batch.scoring import GENERATE
 from moelight.batch.status import file_watchers
 from moelight.batch.summary import ScanSummary
 from moelight.batch.time_left import TimeLeft
@@ -314,6 +315,8 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
         vocabulary=model,
         token_ids=options.token_ids,
         numbered=options.durability.order == "completion",
+        task=options.task,
+        choices=tuple(options.choices),
     )
     with open_input(options.prompts, context, format=options.format) as source:
         model.check(options.sampling)  # otherwise every row would become an error row
@@ -334,6 +337,8 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
                     "token_ids": options.token_ids,
                     "reasoning": options.reasoning,
                     "strict": options.strict or None,
+                    "task": None if options.task == GENERATE else options.task,
+                    "choices": list(options.choices) or None,
                     "resamplings": None if options.resamplings == DEFAULT_RESAMPLINGS else options.resamplings,
                 },
             },

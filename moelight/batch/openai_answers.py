@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from moelight.batch.fields import RowTokenizer
-from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row, structure_fields
+from moelight.batch.rows import LEAST_LOGPROB, AnswerHeader, BadRow, Prompt, Row, structure_fields
 from moelight.core.request import Completion, Logprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OK = 200
-_LEAST_LOGPROB = -9999.0
 _IDS = uuid.UUID("2e4f4ef5-9f60-5b5c-8c55-6d0f6c0a7d1e")
 
 
@@ -209,4 +208,4 @@ def _by_rank(likely: Mapping[int, Logprob]) -> list[int]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, LEAST_LOGPROB)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from moelight.batch.rows import BadRow
+from moelight.batch.scoring import GENERATE
 from moelight.core.policy import Policy
 from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
 from moelight.engine.options import EngineOptions
@@ -33,7 +35,7 @@ class JobOptions(EngineOptions):
     """The options of a job, with those of its engine. A ``policy`` is run unchanged. A file whose path is None is not
     written. ``sampling`` applies where a row sets no value: without ``max_tokens`` answers may fill the rest of the
     context. So do ``strict`` and ``resamplings`` (of `StructuredOutputs` and `ToolRequest`). With ``ignore_model`` rows
-    may name any model."""
+    may name any model. Where ``task`` is not ``generate``, ``choices`` are scored for rows without any."""
 
     prompts: Path
     model: str = "demo"
@@ -50,6 +52,8 @@ class JobOptions(EngineOptions):
     resamplings: int = DEFAULT_RESAMPLINGS
     durability: Durability = field(default_factory=Durability)
     token_ids: bool = False
+    task: str = GENERATE
+    choices: Sequence[str] = ()
     stats: Path | None = None
     trace: Path | None = None
     status: Path | None = None

@@ -24,6 +24,7 @@ from moelight.batch.rows import (
     to_json_line,
 )
 from moelight.batch.scan import duplicate, encode_row, expected, room
+from moelight.batch.scoring import EncodedPrompt, best_choice, check_choices, encode_choices
 from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import Completion, Request, ToolRequest
 from moelight.engine.model import LazyModel
@@ -56,10 +57,14 @@ class JobInput:
         except InputError as error:
             raise InputError(str(error), field="tools", code=error.code) from None
 
-    def encode(self, row: Row) -> list[tuple[int, ...]]:
-        """Token ids of each prompt of ``row``; raises InputError if one is empty or the chat template refuses the
-        conversation."""
+    def encode(self, row: Row) -> list[EncodedPrompt]:
+        """Each prompt of ``row``, or its prompt with each choice; raises InputError if one is empty or the chat
+        template refuses the conversation."""
         tokenizer, max_tokens = self.model.tokenizer, self.model.context
+        if row.choices:
+            with_choices = encode_choices(row, tokenizer, max_tokens)
+            check_choices(row, with_choices)
+            return with_choices
         if row.conversation is not None:
             prompts = [tuple(tokenizer.render(row.conversation, max_tokens=max_tokens))]
         else:
@@ -68,15 +73,22 @@ class JobInput:
             ]
         if not all(prompts):
             raise InputError("the prompt is empty: it holds no token", code="empty_prompt")
-        return prompts
+        return [EncodedPrompt(prompt) for prompt in prompts]
 
-    def request(self, row: Row, prompt: tuple[int, ...], index: int) -> Request:
+    def request(self, row: Row, prompt: EncodedPrompt, index: int) -> Request:
         """The request of ``row``, encoded as ``prompt``; raises InputError if calls of this model cannot be read."""
         reasoning, tools = None, None if row.tools is None else self._tools(row.tools)
-        if row.conversation is not None and self.options.reasoning != OFF:
+        if row.conversation is not None and row.sampling.generates and self.options.reasoning != OFF:
             forced = tools is not None and tools.forced
-            reasoning = reasoning_start(self.model.tokenizer, row.conversation, prompt, calls=forced)
-        return Request(index=index, token_ids=prompt, sampling=row.sampling, reasoning=reasoning, tools=tools)
+            reasoning = reasoning_start(self.model.tokenizer, row.conversation, prompt.token_ids, calls=forced)
+        return Request(
+            index=index,
+            token_ids=prompt.token_ids,
+            sampling=row.sampling,
+            scored_from=prompt.scored_from,
+            reasoning=reasoning,
+            tools=tools,
+        )
 
     def _tools(self, tools: ToolRequest) -> ToolRequest:
         """``tools`` with the format of this model's calls."""
@@ -183,7 +195,8 @@ class RowProcessor:
             try:
                 with self._sink.preparing(row.number):
                     prompts = encode_row(row, self.prepared.encode, self._context)
-                    tokens = sum(expected(row, len(prompt), self._context) for prompt in prompts) * row.sampling.n
+                    lengths = [len(prompt.token_ids) for prompt in prompts]
+                    tokens = sum(expected(row, length, self._context) for length in lengths) * row.sampling.n
                     requests = [
                         self.prepared.request(row, prompt, index)
                         for index, prompt in enumerate(prompts, start=self._next)
@@ -237,7 +250,9 @@ class RowProcessor:
                 "cached_tokens": sum(output.cached_tokens for output in completions if output.sample == 0),
                 "room": opened.room,
                 "cut_chats": int(
-                    row.conversation is not None and all(output.finish_reason == "length" for output in completions)
+                    row.conversation is not None
+                    and row.sampling.generates
+                    and all(output.finish_reason == "length" for output in completions)
                 ),
                 **structure_totals(completions),
                 **reasoning_totals(completions),
@@ -246,6 +261,8 @@ class RowProcessor:
         text = row.shown
         shown = text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"
         texts, reasons = zip(*((output.text, output.finish_reason) for output in completions), strict=True)
+        if row.choices:
+            texts, reasons = (best_choice(row, completions),), ("stop",)
         self.told.row(ProgressFields(number=row.number, prompt=shown, texts=texts, finish_reasons=reasons))
 
     def check_complete(self) -> None:

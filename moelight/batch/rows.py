@@ -15,6 +15,7 @@ from moelight.engine.chat import Conversation
 Prompt: TypeAlias = str | tuple[int, ...]
 LONGEST_NAME = 64  # characters of a field of an error row
 _LONGEST_MESSAGE = 300
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 BAD_REQUEST, NOT_FOUND = 400, 404
 
 
@@ -28,6 +29,7 @@ class Row:
         kind: category for row counts: an endpoint (``/v1/completions``), ``prompt`` or ``messages``.
         limit: the row's ``max_tokens``; None if it sets none and the job's default applies.
         tools: the tools that the answer may call, and which it must call.
+        choices: texts whose likelihood after the prompt is scored; then nothing is generated.
         answered: fields of the request that the format needs to write the answer; format-specific.
     """
 
@@ -40,6 +42,7 @@ class Row:
     sampling: SamplingParams
     limit: int | None = None
     tools: ToolRequest | None = None
+    choices: tuple[str, ...] = ()
     answered: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -15,6 +15,7 @@ import numpy as np
 from moelight.batch.fields import Input
 from moelight.batch.progress import Progress
 from moelight.batch.rows import BadRow, Row, bad_row
+from moelight.batch.scoring import EncodedPrompt
 from moelight.batch.summary import RowLimit, ScanSummary
 from moelight.core.errors import InputError
 from moelight.core.request import SamplingParams
@@ -24,7 +25,7 @@ _DIGEST_BYTES = 16  # of a custom_id: a collision is expected once in 2**64 rows
 _TOLD_EVERY_S = 0.2
 _MOST_SAMPLINGS = 4096
 
-Encode = Callable[[Row], list[tuple[int, ...]]]
+Encode = Callable[[Row], list[EncodedPrompt]]
 Check = Callable[[Row], Sequence[str]]
 Preparing = Callable[[int], AbstractContextManager[None]]
 
@@ -67,7 +68,8 @@ def scan(
         except InputError as error:
             return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
         summary.note(notes, row.line)
-        return [(len(prompt), expected(row, len(prompt), context)) for prompt in prompts]
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        return [(tokens, expected(row, tokens, context)) for tokens in lengths]
 
     summary, ids, samplings = ScanSummary(), _CustomIds(), _Samplings()
     last_s = time.monotonic()
@@ -101,20 +103,20 @@ def duplicate(row: Row) -> BadRow:
     return bad_row(row.number, row.line, row.custom_id, error, kind=row.kind)
 
 
-def encode_row(row: Row, encode: Encode, context: int) -> list[tuple[int, ...]]:
-    """Token ids of every prompt of ``row``; raises InputError for a prompt that is too long for the model's context, or
+def encode_row(row: Row, encode: Encode, context: int) -> list[EncodedPrompt]:
+    """Every prompt of ``row``; raises InputError for a prompt that is too long for the model's context, or
     leaves less of it than the row's ``max_tokens``. The last token of a prompt that is only scored needs no position in
     the context."""
     prompts, max_prompt = encode(row), context - 1 if row.sampling.generates else context + 1
-    for prompt in prompts:
-        if len(prompt) > max_prompt:
+    for tokens in (len(prompt.token_ids) for prompt in prompts):
+        if tokens > max_prompt:
             raise InputError(
-                f"the prompt has {len(prompt)} tokens, the model's context is {context}", code="context_length_exceeded"
+                f"the prompt has {tokens} tokens, the model's context is {context}", code="context_length_exceeded"
             )
-        if row.limit and len(prompt) + row.limit > context:
+        if row.limit and tokens + row.limit > context:
             raise InputError(
-                f"max_tokens {row.limit:,} and a prompt of {len(prompt):,} tokens exceed the model's context of "
-                f"{context:,}; set max_tokens to at most {context - len(prompt):,}",
+                f"max_tokens {row.limit:,} and a prompt of {tokens:,} tokens exceed the model's context of "
+                f"{context:,}; set max_tokens to at most {context - tokens:,}",
                 field="max_tokens",
                 code="context_length_exceeded",
             )

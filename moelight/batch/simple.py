@@ -18,6 +18,7 @@ from moelight.batch.fields import (
 )
 from moelight.batch.openai_answers import logprobs_row, prompt_logprobs_row
 from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row, bad_row, structure_fields
+from moelight.batch.scoring import CLASSIFY, GENERATE, SCORE, SCORING, read_choices, score_fields
 from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
 from moelight.core.request import Completion, SamplingParams
@@ -25,7 +26,8 @@ from moelight.engine.chat import Conversation
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
-_FIELDS = (*PROMPT_FIELDS, "custom_id", *SAMPLING_FIELDS)
+CHOICES = "choices"
+_FIELDS = (*PROMPT_FIELDS, "custom_id", CHOICES, *SAMPLING_FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,10 @@ class SimpleFormat:
         if self.numbered:
             head["line"] = row.line
         first = completions[0]
+        if row.choices:
+            scored_tokens = sum(completion.prompt_tokens for completion in completions)
+            usage = {"prompt_tokens": scored_tokens, "completion_tokens": 0}
+            return {**head, **score_fields(row, completions), "usage": usage}
         generated = sum(completion.completion_tokens for completion in completions)
         usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": generated}
         scored = {} if row.sampling.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs_row(first)}
@@ -87,7 +93,7 @@ class SimpleReader(LineReader):
             values = read_row_object(raw, holding="prompt or messages")
         except (InputError, RecursionError) as error:
             return bad_row(number, line, None, error)
-        return read_values(values, number, line, self._samplings)
+        return read_values(values, number, line, self._context, self._samplings)
 
 
 class TextReader(LineReader):
@@ -103,11 +109,12 @@ class TextReader(LineReader):
         except UnicodeDecodeError as error:
             bad = InputError(f"not UTF-8 (byte {error.start + 1})", code="invalid_utf8")
             return bad_row(number, line, None, bad)
-        sampling = self._context.defaults
-        return Row(number=number, line=line, custom_id=None, kind="prompt", prompts=(text,), sampling=sampling)
+        return read_values({"prompt": text}, number, line, self._context, self._samplings)
 
 
-def read_values(values: Mapping[str, Any], number: int, line: int, samplings: SamplingCache) -> Row | BadRow:
+def read_values(
+    values: Mapping[str, Any], number: int, line: int, context: RowContext, samplings: SamplingCache
+) -> Row | BadRow:
     """The row of the fields ``values``."""
     custom_id: str | None = None
     kind = ""
@@ -119,16 +126,23 @@ def read_values(values: Mapping[str, Any], number: int, line: int, samplings: Sa
         kind = _kind(values)
         prompts, conversation = _asked(kind, values[kind])
         set_fields = {name: values[name] for name in values if name in SAMPLING_FIELDS and values[name] is not None}
-        return Row(
-            number=number,
-            line=line,
-            custom_id=custom_id,
-            kind="messages" if conversation is not None else "prompt",
-            prompts=prompts,
-            conversation=conversation,
-            sampling=samplings.make(set_fields),
-            limit=set_fields.get("max_tokens"),
-        )
+        head: dict[str, Any] = {
+            "number": number,
+            "line": line,
+            "custom_id": custom_id,
+            "kind": "messages" if conversation is not None else "prompt",
+            "prompts": prompts,
+            "conversation": conversation,
+        }
+        choices = values.get(CHOICES)
+        if context.task == GENERATE:
+            if choices is not None:
+                raise InputError(f"choices needs --task {SCORE} or --task {CLASSIFY}", field=CHOICES)
+            return Row(**head, sampling=samplings.make(set_fields), limit=set_fields.get("max_tokens"))
+        for name in set_fields:
+            raise InputError(f"{name} cannot be used with --task {context.task}: nothing is generated", field=name)
+        choices = read_choices(choices if choices is not None else context.choices or None)
+        return Row(**head, sampling=SCORING, choices=choices, answered={"task": context.task})
     except InputError as error:
         return bad_row(number, line, custom_id, error, kind="messages" if kind == "messages" else "prompt" * bool(kind))
 

@@ -45,6 +45,12 @@ class JobArguments:
     error_file: Path | None = option(
         "File for rows that failed; by default they are written to the output.", metavar="FILE.jsonl"
     )
+    task: str = option(
+        "What to do with a row: generate completions; score the log-likelihood of choices after the prompt; or "
+        "classify, which adds the label and probabilities. Choices are those of the row, or of --choice.",
+        metavar="generate|score|classify",
+        default="generate",
+    )
     format: str = option(
         "Input format: auto, openai, simple, text, csv or parquet; auto detects it from the file.", default="auto"
     )
@@ -98,7 +104,8 @@ class JobArguments:
     json_schema: Path | None = option("Constrain completions to JSON that matches this schema.", metavar="FILE.json")
     regex: str | None = option("Constrain completions to this regular expression.", metavar="REGEX")
     choice: list[str] | None = option(
-        "Constrain completions to one of these strings; repeat the option for each.", metavar="TEXT"
+        "Constrain completions to one of these strings, or score them with --task; repeat the option for each.",
+        metavar="TEXT",
     )
     strict: bool = option(
         "Reject JSON schemas, those of tools included, with keywords that can only be checked in finished answers.",
@@ -158,7 +165,8 @@ def generate(arguments: JobArguments, engine: EngineOptions, cluster: RayArgumen
     """Answer every row of PROMPTS. Run again, the same command resumes where it was interrupted.
 
     A row is a line of an OpenAI batch file, or {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}
-    with an optional custom_id and its own sampling fields, or a line of text, or a row of a table.
+    with an optional custom_id and its own sampling fields, or a line of text, or a row of a table. With --task score or
+    classify, a row has choices.
     """
     from moelight.cli.job_display import forecast_and_report, run_and_report
 
@@ -181,6 +189,7 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
     """Return the job of the options; without ``--output``, rows go to the table if ``as_table``, else to stdout."""
     from moelight.batch.options import Durability, JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
+    from moelight.batch.scoring import GENERATE, SCORING, check_task, read_choices
     from moelight.experts.options import ExpertOptions
     from moelight.lang.files import load_expert_policy
     from moelight.optimizer.fixed_values import check_activations, check_dtype
@@ -191,12 +200,10 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
     check_activations(engine.activations)
     check_dtype(engine.dtype)
     policy = None if arguments.policy is None else read_policy(arguments.policy, engine)
-    sampling = {
-        **_fields_of(SamplingParams, arguments),
-        "stop": tuple(arguments.stop or ()),
-        "stop_token_ids": tuple(arguments.stop_token_id or ()),
-        "structured_outputs": read_constraint(arguments),
-    }
+    check_task(arguments.task)
+    scores = arguments.task != GENERATE
+    if scores:
+        _refuse_sampling(arguments)
     if arguments.order not in _ORDERS:
         raise ConfigError(f"--order must be {' or '.join(_ORDERS)}, not {arguments.order!r}")
     static = arguments.expert_policy == "static"
@@ -215,7 +222,8 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
         **_fields_of(JobOptions, engine),
         **_fields_of(JobOptions, arguments),
         "policy": policy,
-        "sampling": SamplingParams(**sampling),
+        "sampling": SCORING if scores else _sampling(arguments),
+        "choices": read_choices(arguments.choice) if scores and arguments.choice else (),
         "durability": Durability(**_fields_of(Durability, arguments), sync_s=arguments.sync_interval),
         "experts": experts,
     }
@@ -224,6 +232,27 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
     if arguments.output is None and not as_table:
         options["output"] = STANDARD_OUTPUT
     return JobOptions(**options)
+
+
+def _sampling(arguments: JobArguments) -> SamplingParams:
+    return SamplingParams(
+        **{
+            **_fields_of(SamplingParams, arguments),
+            "stop": tuple(arguments.stop or ()),
+            "stop_token_ids": tuple(arguments.stop_token_id or ()),
+            "structured_outputs": read_constraint(arguments),
+        }
+    )
+
+
+def _refuse_sampling(arguments: JobArguments) -> None:
+    """Raise ConfigError for an option of sampling, since nothing is generated."""
+    names = {*_fields_of(SamplingParams, arguments), "stop_token_id", "json_schema", "regex", "token_ids"} - {"seed"}
+    for item in fields(arguments):
+        if item.name in names and getattr(arguments, item.name) != item.default:
+            raise ConfigError(
+                f"--task {arguments.task} and {flag(item.name)} contradict each other: nothing is generated"
+            )
 
 
 def read_cluster(arguments: RayArguments) -> ClusterOptions | None:

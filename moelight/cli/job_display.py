@@ -138,12 +138,16 @@ def _speed_words(counts: JobCounts, binding: Binding | None) -> tuple[str, str]:
 
 
 def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") -> str:
-    """Return the end line: completions, tokens, speed and peak memory; ``output`` is the path of the rows."""
+    """Return the end line: completions, tokens, speed and peak memory; ``output`` is the path of the rows. If nothing
+    is generated, tokens are those of the prompts."""
     bad = f", {failed:,} failed" if failed else ""
     where = f" -> {output}" if output else ""
+    rows, tokens, speed = f"{completed:,} completions", f"{stats.completion_tokens:,} tokens", stats.tokens_per_s
+    if not stats.completion_tokens and stats.prompt_tokens:
+        rows, tokens = f"{completed:,} rows", f"{stats.prompt_tokens:,} prompt tokens"
+        speed = stats.prompt_tokens / stats.wall_s
     return (
-        f"{completed:,} completions{bad}, {stats.completion_tokens:,} tokens in {seconds_text(stats.wall_s)} "
-        f"({stats.tokens_per_s:,.0f} tok/s), load {stats.load_s:.1f} s, "
+        f"{rows}{bad}, {tokens} in {seconds_text(stats.wall_s)} ({speed:,.0f} tok/s), load {stats.load_s:.1f} s, "
         f"peak memory {format_bytes(stats.peak_rss_bytes)}{where}"
     )
 

@@ -14,16 +14,17 @@ from moelight.batch.input import open_input
 from moelight.batch.progress import Progress
 from moelight.batch.rows import Row
 from moelight.batch.scan import Scan, encode_row, scan
+from moelight.batch.scoring import EncodedPrompt
 from moelight.core.errors import InputError
 from moelight.core.request import SamplingParams
 
 CONTEXT, SIXTEEN = 100, SamplingParams()
 
 
-def letters(row: Row) -> list[tuple[int, ...]]:
+def letters(row: Row) -> list[EncodedPrompt]:
     if not all(row.prompts):
         raise InputError("empty", code="empty_prompt")
-    return [tuple(map(ord, prompt)) for prompt in row.prompts if isinstance(prompt, str)]
+    return [EncodedPrompt(tuple(map(ord, prompt))) for prompt in row.prompts if isinstance(prompt, str)]
 
 
 def scanned(tmp_path: Path, *lines: object, context: int = CONTEXT, defaults: SamplingParams = SIXTEEN) -> Scan:
@@ -122,7 +123,7 @@ def test_rows_without_an_id_repeat_none(tmp_path: Path) -> None:
 def test_the_context_holds_a_prompt_and_a_token() -> None:
     def fits(tokens: int, **sampling: int) -> bool:
         row = Row(number=0, line=1, custom_id=None, kind="", sampling=SamplingParams(**sampling))
-        return len(encode_row(row, lambda _: [(0,) * tokens], CONTEXT)) == 1
+        return len(encode_row(row, lambda _: [EncodedPrompt((0,) * tokens)], CONTEXT)) == 1
 
     scored = {"max_tokens": 0, "prompt_logprobs": 0}
     assert fits(CONTEXT - 1) and fits(CONTEXT + 1, **scored)

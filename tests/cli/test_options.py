@@ -58,6 +58,7 @@ OPTIONS = {
         "--dry-run",
         "--json",
         "--error-file",
+        "--task",
         "--format",
         "--prompt-column",
         "--id-column",

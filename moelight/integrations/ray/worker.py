@@ -280,6 +280,8 @@ def _reader(setup: WorkerSetup, model: LazyModel) -> Input:
         vocabulary=model,
         token_ids=options.token_ids,
         numbered=options.durability.order == "completion",
+        task=options.task,
+        choices=tuple(options.choices),
     )
     nothing: Any = SimpleNamespace(name="", size_bytes=0, digest=str)
     return FORMATS.get(setup.format if setup.format in _LINES else "simple")(context, nothing)
