@@ -66,6 +66,7 @@ MEASURED = [
     (re.compile(r"in [\d.,]+ m?s \([\d.,]+ tok/s\), load [\d.]+ s, peak memory [\d.]+\w+"), "in …"),
     (re.compile(r"; [\d.]+ s, [\d.]+ GB/s"), "; …"),
     (re.compile(r'"created": \d+'), '"created": …'),
+    (re.compile(r'"(logprob|probability)": [-\d.e]+'), r'"\1": …'),
 ]
 # What is shortened where a document is brought up to date.
 _LONG = re.compile(r"\b([0-9a-f]{4})[0-9a-f]{12,}\b|(?<=[_-])([0-9a-f]{4})[0-9a-f]{12,}\b")
