@@ -106,11 +106,6 @@ struct StoredRow {
 
   // As tokens stand: with magnitudes of signed codes, or with codes as they are.
   __m256i codes(int64_t k) const {
-    if constexpr (std::is_same_v<Format, formats::Packed<4>>) {
-      const __m128i packed = half_bytes_at(line + k / 2), mask = _mm_set1_epi8(15);
-      const __m128i low = _mm_and_si128(packed, mask), high = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
-      return _mm256_set_m128i(_mm_unpackhi_epi32(low, high), _mm_unpacklo_epi32(low, high));
-    }
     const __m256i codes = panel_codes<Format>(line, k);
     return kBytes ? _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80))) : codes;
   }
@@ -209,7 +204,7 @@ void multiply_stored(const Product& p, const IntegerForm& form, const IntegerTok
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// ggml's blocks of 32, of eight rows side by side: from the end of a group on a lane is a row.
+// ggml's blocks of 32 and rows of pairs, of eight rows side by side: from the end of a group on a lane is a row.
 
 // The most tokens that meet them so: more of them meet panels.
 template <class Format>
@@ -257,11 +252,11 @@ struct SideSums {
 // Narrow codes have their words turned first. Sums of four products fit sixteen bits, those of eight where a code has
 // no more than four bits.
 template <class Format>
-  requires kHalvedBlocks<Format>
+  requires(kHalvedBlocks<Format> || kPairedRows<Format>)
 struct SideSums<Format, 1> {
   static void of(const uint8_t* const (&block)[kSideRows], const char* x, int64_t, __m256i (&sum)[1]) {
     __m256i words[2];
-    halved_blocks<Format>(block, 0, [&](int quad, __m256i codes) {
+    nibble_quads<Format>(block, 0, [&](int quad, __m256i codes) {
       const __m256i four = _mm256_set1_epi32(number_at<int32_t>(x + 4 * quad));
       const __m256i pairs = _mm256_maddubs_epi16(codes, four);
       words[quad / 4] = quad % 4 == 0 ? pairs : _mm256_add_epi16(words[quad / 4], pairs);
@@ -312,13 +307,54 @@ void multiply_side(const Product& p, const IntegerTokens& layout, int64_t row, i
   for (int t = 0; t < kTokens; ++t) _mm256_storeu_ps(sums + t * kUnitRows, total[t]);
 }
 
+// part(row, lead): of the eight rows from `row` on.
+template <class F>
+void by_sides(const Product& p, F&& part) {
+  const int64_t bytes = kSideRows * p.row_bytes, later = kSideRows * ((kStoredAhead + bytes - 1) / bytes);
+  for (int64_t row = 0; row < p.rows; row += kSideRows) part(row, p.lead_of(row, later));
+}
+
 template <class Format, int kTokens = kSideTokens<Format>>
 void multiply_blocks(const Product& p, const IntegerTokens& layout, float* sums) {
   if constexpr (kTokens > 1)
     if (p.tokens < kTokens) return multiply_blocks<Format, kTokens - 1>(p, layout, sums);
-  const int64_t bytes = kSideRows * p.row_bytes, later = kSideRows * ((kStoredAhead + bytes - 1) / bytes);
-  for (int64_t row = 0; row < p.rows; row += kSideRows)
-    multiply_side<Format, kTokens>(p, layout, row, p.lead_of(row, later), sums + row);
+  by_sides(p, [&](int64_t row, int64_t lead) { multiply_side<Format, kTokens>(p, layout, row, lead, sums + row); });
+}
+
+// The same of rows of pairs, and of one token.
+template <class Format>
+void multiply_pairs_side(const Product& p, const IntegerForm& form, const IntegerTokens& layout, int64_t row,
+                         int64_t lead, float* sums) {
+  const Quantized& q = *p.quantized;
+  const RowScales by(q, p.first_row + row, p.rows - row);
+  const uint8_t* block[kSideRows];
+  for (int64_t r = 0; r < kSideRows; ++r) block[r] = q.codes + by.rows[r] * q.row_bytes;
+  const char *ahead = reinterpret_cast<const char*>(block[0]) + lead, *asked = ahead;
+  __m256 total = _mm256_loadu_ps(sums), scale = _mm256_setzero_ps();
+  __m256i zero = _mm256_set1_epi32(1);
+  int64_t next = 0;  // column of the next scale
+  for (int64_t k = 0, group = 0; k < p.depth; ++group) {
+    if (k == next) {
+      scale = by.scales(by.group_of(k));
+      if (form.zero < 0) zero = by.template zeros<Format>(k);
+      next += q.groups == 1 ? p.depth : q.group;
+    }
+    __m256i sum = _mm256_setzero_si256();
+    for (const int64_t end = std::min(k + form.group, p.depth); k < end; k += 32) {
+      for (ahead += kSideRows * kSideBytes<Format>; asked < ahead; asked += 64) _mm_prefetch(asked, _MM_HINT_T1);
+      __m256i some[1];
+      SideSums<Format, 1>::of(block, p.x + k, p.x_bytes, some);
+      sum = _mm256_add_epi32(sum, some[0]);
+#pragma GCC unroll 8
+      for (auto& at : block) at += kSideBytes<Format>;
+    }
+    const __m256i minus = _mm256_set1_epi32(number_at<int32_t>(p.x + layout.sums() + 4 * group));
+    sum = _mm256_add_epi32(sum, form.zero < 0 ? _mm256_mullo_epi32(zero, minus) : minus);
+    const __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scale);
+    total =
+        _mm256_add_ps(total, _mm256_mul_ps(value, _mm256_set1_ps(number_at<float>(p.x + layout.scales() + 4 * group))));
+  }
+  _mm256_storeu_ps(sums, total);
 }
 
 // Of formats and sizes that whole steps of thirty-two columns serve.
@@ -330,6 +366,11 @@ inline bool stored_products(const Product& p, const IntegerForm& form, const Int
     if constexpr (kBlocksOf32<Format> && kHasIntegers<Format>) {
       if (p.tokens > kSideTokens<Format>) return false;
       multiply_blocks<Format>(p, layout, sums);
+      return true;
+    } else if constexpr (kPairedRows<Format>) {
+      if (p.tokens > 1) return false;
+      by_sides(p,
+               [&](int64_t row, int64_t lead) { multiply_pairs_side<Format>(p, form, layout, row, lead, sums + row); });
       return true;
     } else if constexpr (kHasIntegers<Format> && kHasCodes<Format>) {
       // Codes of eight bits are multiplied as signed ones.

@@ -55,6 +55,59 @@ inline SideLines side_lines(const uint8_t* const (&block)[kSideRows]) {
   }
 }
 
+// half_power_of of eight numbers.
+inline __m256 half_powers_of(__m256i e) {
+  const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
+  const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+  return _mm256_castsi256_ps(_mm256_blendv_epi8(usual, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
+}
+
+// Scales and zero points of eight rows, of which the last one stands for those that are missing.
+struct RowScales {
+  const Quantized& q;
+  int64_t rows[kSideRows];
+  const char* from[kSideRows];
+
+  RowScales(const Quantized& q, int64_t row, int64_t rows_left) : q(q) {
+    const int64_t bytes = q.scale_type == ScaleType::kFloat32 ? 4 : q.scale_type == ScaleType::kPower ? 1 : 2;
+    for (int64_t r = 0; r < kSideRows; ++r) {
+      rows[r] = row + std::min(r, rows_left - 1);
+      from[r] = static_cast<const char*>(q.scales) + rows[r] * q.groups * bytes;
+    }
+  }
+  int64_t group_of(int64_t k) const { return q.groups == 1 ? 0 : k / q.group; }
+  template <class T>
+  T at(int r, int64_t group) const {
+    return number_at<T>(from[r] + group * static_cast<int64_t>(sizeof(T)));
+  }
+  __m256 scales(int64_t group) const {
+    switch (q.scale_type) {
+      case ScaleType::kFloat32: {
+        const auto one = [&](int r) { return at<float>(r, group); };
+        return _mm256_setr_ps(one(0), one(1), one(2), one(3), one(4), one(5), one(6), one(7));
+      }
+      case ScaleType::kPower: {
+        const auto one = [&](int r) { return at<int8_t>(r, group); };
+        const __m128i bytes =
+            _mm_setr_epi8(one(0), one(1), one(2), one(3), one(4), one(5), one(6), one(7), 0, 0, 0, 0, 0, 0, 0, 0);
+        return half_powers_of(_mm256_cvtepu8_epi32(bytes));
+      }
+      default: {
+        const auto one = [&](int r) { return at<int16_t>(r, group); };
+        const __m128i halves = _mm_setr_epi16(one(0), one(1), one(2), one(3), one(4), one(5), one(6), one(7));
+        if (q.scale_type == ScaleType::kFloat16) return _mm256_cvtph_ps(halves);
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+      }
+    }
+  }
+  template <class Format>
+  __m256i zeros(int64_t k) const {
+    int32_t zero[kSideRows];
+    for (int r = 0; r < kSideRows; ++r) zero[r] = Format::integer_line(q, rows[r], k).zero;
+    return bytes_at(reinterpret_cast<const uint8_t*>(zero));
+  }
+};
+
 // Thirty-two codes of each of eight rows, as vectors of words of one column after the other.
 inline void put_words(const __m256i (&codes)[kSideRows], uint8_t* to) {
   const auto low = [](__m256i x, uint8_t* p) {
@@ -94,6 +147,13 @@ constexpr bool kFiveBitBlocks = std::is_same_v<Format, formats::Q5_0> || std::is
 template <class Format>
 constexpr bool kHalvedBlocks = kFiveBitBlocks<Format> || std::is_same_v<Format, formats::Q4_0> ||
                                std::is_same_v<Format, formats::Q4_1> || std::is_same_v<Format, formats::Mxfp4Blocks>;
+// Rows of two codes in a byte, the earlier one in the low half, whose scales lie elsewhere. As tokens are ordered, four
+// bytes are the even codes of eight, then the odd ones.
+template <class Format>
+constexpr bool kPairedRows = std::is_same_v<Format, formats::Packed<4>> || std::is_same_v<Format, formats::Mxfp4>;
+// Bytes of thirty-two columns.
+template <class Format>
+constexpr int64_t kSideBytes = kPairedRows<Format> ? 16 : Format::kTraits.block_bytes;
 
 // Fifth bits of four codes of each row out of thirty-two bits of it: of those from `quad` times four on.
 inline __m256i fifth_bits_of(__m256i bits, int quad) {
@@ -105,14 +165,14 @@ inline __m256i fifth_bits_of(__m256i bits, int quad) {
   return _mm256_and_si256(set, _mm256_set1_epi8(16));
 }
 
-// to(i, codes) of four columns from 4 i on of eight rows, a word each, of the blocks `offset` bytes behind `line`.
+// to(i, codes) of the four columns that meet numbers of a token from 4 i on, of eight rows, a word each, of the
+// thirty-two columns `offset` bytes behind `line`.
 template <class Format, class F>
-inline __attribute__((always_inline)) void halved_blocks(const uint8_t* const (&line)[kSideRows], int64_t offset,
-                                                         F&& to) {
-  constexpr int64_t kBytes = Format::kTraits.block_bytes;
+inline __attribute__((always_inline)) void nibble_quads(const uint8_t* const (&line)[kSideRows], int64_t offset,
+                                                        F&& to) {
   const uint8_t* from[kSideRows];
 #pragma GCC unroll 8
-  for (int i = 0; i < kSideRows; ++i) from[i] = line[i] + offset + kBytes - 16;
+  for (int i = 0; i < kSideRows; ++i) from[i] = line[i] + offset + kSideBytes<Format> - 16;
   __m256i words[4], bits;
   turn_words(from, words);
   if constexpr (kFiveBitBlocks<Format>) {
@@ -122,7 +182,9 @@ inline __attribute__((always_inline)) void halved_blocks(const uint8_t* const (&
   }
 #pragma GCC unroll 8
   for (int quad = 0; quad < 8; ++quad) {
-    __m256i codes = quad < 4 ? words[quad] : _mm256_srli_epi16(words[quad - 4], 4);
+    const int word = kPairedRows<Format> ? quad / 2 : quad % 4;
+    const bool lower = kPairedRows<Format> ? quad % 2 == 0 : quad < 4;
+    __m256i codes = lower ? words[word] : _mm256_srli_epi16(words[word], 4);
     codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
     if constexpr (kFiveBitBlocks<Format>) codes = _mm256_or_si256(codes, fifth_bits_of(bits, quad));
     if constexpr (kE2m1<Format>)
@@ -136,12 +198,12 @@ template <class Format>
 constexpr int64_t kPutColumns = std::is_same_v<Format, formats::Q4K> ? 64 : 32;
 template <class Format>
 inline void put_codes(const uint8_t* const (&line)[kSideRows], int64_t k, uint8_t* to) {
-  constexpr int64_t kBytes = Format::kTraits.block_bytes;
+  constexpr int64_t kBytes = kSideBytes<Format>;
   const auto put = [&](int quad, __m256i codes) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(to + quad * 4 * kPanelRows), codes);
   };
-  if constexpr (kHalvedBlocks<Format>) {
-    halved_blocks<Format>(line, k / 32 * kBytes, put);
+  if constexpr (kHalvedBlocks<Format> || kPairedRows<Format>) {
+    nibble_quads<Format>(line, k / 32 * kBytes, put);
   } else if constexpr (std::is_same_v<Format, formats::Q4K> || std::is_same_v<Format, formats::Q8_0>) {
     constexpr bool kHalves = std::is_same_v<Format, formats::Q4K>;
 #pragma GCC unroll 2
@@ -191,10 +253,12 @@ struct WidePanels<Format> {
       }
       if constexpr (kBlocksOf32<Format>) put_lines(line, first, size, r, to);
       if constexpr (kParted<Format>) put_parts(line, first, size, r, to);
+      if constexpr (kPairedRows<Format>) put_scales(RowScales(q, row + r, rows - r), form, first, size, r, to);
     }
     for (int64_t r = 0; aligned < size && r < rows; ++r)
       plain_codes<Format>(q, form, row + r, first, aligned, size, r, to);
-    if constexpr (!kBlocksOf32<Format> && !kParted<Format>) plain_lines<Format>(q, form, row, rows, first, size, 0, to);
+    if constexpr (!kBlocksOf32<Format> && !kParted<Format> && !kPairedRows<Format>)
+      plain_lines<Format>(q, form, row, rows, first, size, 0, to);
   }
 
  private:
@@ -207,6 +271,15 @@ struct WidePanels<Format> {
       _mm256_store_ps(to.scales[g] + at, by.scale);
       if constexpr (Format::kLeast) _mm256_store_ps(to.least[g] + at, by.least);
       for (auto& next : block) next += kBytes;
+    }
+  }
+
+  static void put_scales(const RowScales& by, const IntegerForm& form, int64_t first, int64_t size, int64_t at,
+                         Panel& to) {
+    for (int64_t k = 0, g = 0; k < size; k += form.group, ++g) {
+      _mm256_store_ps(to.scales[g] + at, by.scales(by.group_of(first + k)));
+      if (form.zero < 0)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(to.zeros[g] + at), by.template zeros<Format>(first + k));
     }
   }
 
