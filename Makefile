@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt csrc/native.cmake $
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm bench-kernels gpu wheels shown docs site check format size clean
+.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm images bench-kernels gpu wheels shown docs site check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -153,6 +153,9 @@ $(LLAMACPP_DIR)/.installed: $(STAMP)
 
 arm: $(STAMP)  ## cross-compile for 64-bit Arm, and run the kernels' tests under qemu-user; needs Debian; no part of CI
 	$(BIN)/python -m tests.arm $(ARGS)
+
+images: $(STAMP)  ## take the steps of docker/Dockerfile in a root of Debian's packages; needs to be root, and debootstrap; no part of CI
+	$(BIN)/python -m tests.images $(ARGS)
 
 bench-kernels: $(STAMP)  ## measure every kernel of the CPU, and write benchmarks/results/kernels_MACHINE_DATE; ARGS
 	$(BIN)/python benchmarks/kernels.py --rounds 5 --out benchmarks/results $(ARGS)
