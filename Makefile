@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt csrc/native.cmake $
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm images bench-kernels gpu wheels shown docs site check format size clean
+.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm images bench-kernels gpu wheels shown notebooks docs site check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -192,6 +192,9 @@ wheels:  ## fetch into .wheels what `make gpu` needs on a machine without a netw
 
 shown: $(STAMP)  ## run what README and docs show, and write what came out into them; ARGS: some of the files
 	$(BIN)/python -m tests.docs.shown --update $(ARGS)
+
+notebooks: $(STAMP)  ## run the notebooks of examples/notebooks, and write what came out into them; ARGS: some of the files
+	$(BIN)/python -m tests.notebooks $(ARGS)
 
 # Pages and the API reference from docstrings. Every warning is an error: a dead link, an unknown argument.
 docs: $(STAMP)  ## build the documentation as a site in build/site
