@@ -104,7 +104,7 @@ def _executed(part: str, names: dict[str, Any]) -> _Image | None:
 
 def _command(line: str, names: dict[str, Any]) -> str:
     words = shlex.split(re.sub(r"\{(\w+)\}", lambda match: str(names[match[1]]), line))
-    if words[0] != "moelight":
+    if words[:1] != ["moelight"]:
         raise CellError(f"{line}: only moelight is run")
     done = moelight_inside(*words[1:])
     if done.returncode:
