@@ -1,11 +1,12 @@
 """Jobs: long ones on one machine, on a Ray cluster in this machine, and on simulated clusters.
 
-    python benchmarks/jobs.py [--sections long cluster scale] [--rows 100000] [--model demo] [--scratch DIR]
+    python benchmarks/jobs.py [--sections long cluster scale scoring] [--rows 100000] [--model demo] [--scratch DIR]
 
     long      a job of many short prompts: memory, the journal's share, the engine alone, how soon a killed one goes on
     cluster   Ray in this machine: what the driver bears (--driver-rows 1000000), two and three engines beside one, and
               the simulation beside a measured run (--cluster driver throughput simulator)
     scale     clusters of 1 to 4,096 nodes on the virtual clock (--quick: to 64; --plot docs/guides/ray.png)
+    scoring   choices scored after prompts (--model DIR), beside lm-evaluation-harness's class for transformers
 
 The last line is JSON.
 """
@@ -19,10 +20,10 @@ from typing import Any
 
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
 
-from jobs_sections import cluster, long, scale
+from jobs_sections import cluster, long, scale, scoring
 from runner.run import add_sections, run, run_sections
 
-SECTIONS = {"long": long.run, "cluster": cluster.run, "scale": scale.run}
+SECTIONS = {"long": long.run, "cluster": cluster.run, "scale": scale.run, "scoring": scoring.run}
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    add_sections(parser, SECTIONS)
+    add_sections(parser, SECTIONS, default=("long", "cluster", "scale"))
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rows", type=int, default=100_000, help="of the long job")
     parser.add_argument("--max-tokens", type=int, default=8, help="of each of its rows")
@@ -42,6 +43,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--driver-rows", type=int, default=1_000_000)
     parser.add_argument("--mixed-rows", type=int, default=5000, help="of the cluster's throughput")
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--scored-rows", type=int, default=48, help="of the scoring section, four choices each")
+    parser.add_argument("--scored-words", type=int, default=120, help="in each of their prompts")
+    parser.add_argument("--harness-batch", type=int, default=16, help="requests in a batch of the harness")
     parser.add_argument("--quick", action="store_true", help="simulate at most 64 nodes")
     parser.add_argument("--plot", type=Path, help="draw the simulated clusters to this file")
 

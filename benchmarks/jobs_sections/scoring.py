@@ -1,0 +1,156 @@
+"""Choices scored after a prompt, of which nothing is generated: `moelight generate --task score` beside the class of
+lm-evaluation-harness for transformers models, on the same checkpoint, rows, tokens, dtype and threads, in turns.
+
+A row is a prompt of `--scored-words` words and four choices. Seconds are those of the passes for ours, without loading,
+and of `loglikelihood` for the harness, which scores the longest requests first, `--harness-batch` at once. The roof is
+that of products: one computation of each prompt and of each choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from runner.roofs import Roofs
+from runner.run import in_rounds
+
+from moelight.batch.fields import RowContext, SamplingCache
+from moelight.batch.job import run_job
+from moelight.batch.options import Durability, JobOptions
+from moelight.batch.rows import Row
+from moelight.batch.scoring import SCORE, SCORING, encode_choices
+from moelight.batch.simple import read_values
+from moelight.engine.tokenizer import Tokenizer
+from moelight.hrm.inventory import inventory
+from moelight.models.checkpoints import open_model
+
+CHOICES = 4
+WORDS = (
+    "river",
+    "stone",
+    "light",
+    "green",
+    "number",
+    "seven",
+    "window",
+    "paper",
+    "letter",
+    "under",
+    "house",
+    "morning",
+)
+OURS, THEIRS = "moelight", "harness"
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Scores a second of both, and how far they are apart."""
+    rows = questions(args.scored_rows, args.scored_words)
+    prompts = args.temporary / "questions.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    contestants = {OURS: Ours(prompts, args), THEIRS: Harness(rows, args)}
+    roofs = Roofs(0.25, args.threads)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    scores: dict[str, list[float]] = {}
+    for name, contestant in contestants.items():
+        contestant.seconds()  # warm
+        scores[name] = contestant.scores
+    for _, turn in in_rounds(contestants, args.rounds):
+        roofs.measure()
+        for name in turn:
+            seconds[name].append(contestants[name].seconds())
+    roofs.measure()
+    count = args.scored_rows * CHOICES
+    least = 2 * inventory(open_model(args.model).profile).active * least_tokens(args.model, rows)
+    result = {
+        "model": Path(args.model).name,
+        "rows": args.scored_rows,
+        "scores": count,
+        **{f"{name}_scores_per_s": round(count / statistics.median(taken), 2) for name, taken in seconds.items()},
+        "ratio": round(statistics.median(b / a for a, b in zip(seconds[OURS], seconds[THEIRS], strict=True)), 3),
+        "roof_share": round(least / roofs.figures()["bf16_flops"] / statistics.median(seconds[OURS]), 3),
+        "median_difference": round(
+            statistics.median(abs(a / b - 1) for a, b in zip(scores[OURS], scores[THEIRS], strict=True)), 5
+        ),
+        "bars": {"ratio": 1.5},
+    }
+    print("scoring ", "  ".join(f"{key} {value}" for key, value in result.items()))
+    return result
+
+
+def questions(count: int, words: int) -> list[dict[str, Any]]:
+    draw = random.Random(11)
+    return [
+        {
+            "prompt": " ".join(draw.choices(WORDS, k=words)),
+            "choices": [" " + " ".join(draw.choices(WORDS, k=3)) + f" {choice}" for choice in range(CHOICES)],
+        }
+        for _ in range(count)
+    ]
+
+
+def least_tokens(model: str, rows: list[dict[str, Any]]) -> int:
+    """Tokens of all prompts and choices, each once; the last token of a choice is not computed."""
+    tokenizer, context = Tokenizer.of(open_model(model).directory), RowContext(task=SCORE)
+    total = 0
+    for number, values in enumerate(rows):
+        row = read_values(values, number, number + 1, context, SamplingCache(context))
+        assert isinstance(row, Row)
+        encoded = encode_choices(row, tokenizer, 1 << 20)
+        total += encoded[0].scored_from + sum(len(one.token_ids) - one.scored_from - 1 for one in encoded)
+    return total
+
+
+class Ours:
+    """A job as the command runs it."""
+
+    def __init__(self, prompts: Path, args: argparse.Namespace) -> None:
+        self._output = args.temporary / "scores.jsonl"
+        self._options = JobOptions(
+            prompts=prompts,
+            output=self._output,
+            model=args.model,
+            task=SCORE,
+            sampling=SCORING,
+            device="cpu",
+            dtype="bfloat16",
+            durability=Durability(restart=True),
+        )
+        self.scores: list[float] = []
+
+    def seconds(self) -> float:
+        result = run_job(self._options)
+        assert result.stats is not None
+        assert not result.failed
+        lines = map(json.loads, self._output.read_text().splitlines())
+        self.scores = [score["logprob"] for line in lines for score in line["scores"]]
+        return result.stats.wall_s
+
+
+class Harness:
+    """Its class for transformers models, loaded once."""
+
+    def __init__(self, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+        from lm_eval.models.huggingface import HFLM
+
+        torch.set_num_threads(args.threads)
+        self._model = HFLM(pretrained=args.model, device="cpu", dtype="bfloat16", batch_size=args.harness_batch)
+        self._requests = [
+            SimpleNamespace(args=(row["prompt"], choice), task_name="scoring")
+            for row in rows
+            for choice in row["choices"]
+        ]
+        self.scores: list[float] = []
+
+    def seconds(self) -> float:
+        began = time.perf_counter()
+        scored = self._model.loglikelihood(self._requests, disable_tqdm=True)
+        taken = time.perf_counter() - began
+        self.scores = [score for score, _ in scored]
+        return taken
