@@ -45,6 +45,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--scored-rows", type=int, default=48, help="of the scoring section, four choices each")
     parser.add_argument("--scored-words", type=int, default=120, help="in each of their prompts")
+    parser.add_argument("--harness-dtype", default="bfloat16", help="of the harness; ours is bfloat16")
     parser.add_argument("--harness-batch", type=int, default=16, help="requests in a batch of the harness")
     parser.add_argument("--quick", action="store_true", help="simulate at most 64 nodes")
     parser.add_argument("--plot", type=Path, help="draw the simulated clusters to this file")

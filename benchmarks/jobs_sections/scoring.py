@@ -1,8 +1,9 @@
 """Choices scored after a prompt, of which nothing is generated: `moelight generate --task score` beside the class of
-lm-evaluation-harness for transformers models, on the same checkpoint, rows, tokens, dtype and threads, in turns.
+lm-evaluation-harness for transformers models, on the same checkpoint, rows, tokens and threads, in turns.
 
 A row is a prompt of `--scored-words` words and four choices. Seconds are those of the passes for ours, without loading,
-and of `loglikelihood` for the harness, which scores the longest requests first, `--harness-batch` at once. The roof is
+and of `loglikelihood` for the harness, which scores the longest requests first, `--harness-batch` at once, in
+`--harness-dtype`: without products of bfloat16 in the processor torch is far faster in float32. The roof is
 that of products: one computation of each prompt and of each choice.
 """
 
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     result = {
         "model": Path(args.model).name,
         "rows": args.scored_rows,
+        "harness_dtype": args.harness_dtype,
         "scores": count,
         **{f"{name}_scores_per_s": round(count / statistics.median(taken), 2) for name, taken in seconds.items()},
         "ratio": round(statistics.median(b / a for a, b in zip(seconds[OURS], seconds[THEIRS], strict=True)), 3),
@@ -140,7 +142,7 @@ class Harness:
         from lm_eval.models.huggingface import HFLM
 
         torch.set_num_threads(args.threads)
-        self._model = HFLM(pretrained=args.model, device="cpu", dtype="bfloat16", batch_size=args.harness_batch)
+        self._model = HFLM(pretrained=args.model, device="cpu", dtype=args.harness_dtype, batch_size=args.harness_batch)
         self._requests = [
             SimpleNamespace(args=(row["prompt"], choice), task_name="scoring")
             for row in rows
