@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from moelight.batch.rows import LEAST_LOGPROB, Row
+from moelight.batch.rows import LEAST_LOGPROB, Prompt, Row
 from moelight.core.errors import ConfigError, InputError, did_you_mean
 from moelight.core.request import MOST_SAMPLES, Completion, SamplingParams
 from moelight.engine.tokenizer import Tokenizer
@@ -52,7 +52,11 @@ def encode_choices(row: Row, tokenizer: Tokenizer, max_tokens: int) -> list[Enco
     belong to the choice. Tokens are scored from the first one in which a choice changes how the prompt is encoded, for
     all choices alike, so that their log-likelihoods can be compared.
     """
-    prompt = tuple(tokenizer.render(row.conversation, max_tokens=max_tokens)) if row.conversation else row.prompts[0]
+    prompt: Prompt
+    if row.conversation is not None:
+        prompt = tuple(tokenizer.render(row.conversation, max_tokens=max_tokens))
+    else:
+        (prompt,) = row.prompts
     if not isinstance(prompt, str):
         behind = [tokenizer.encode(choice, add_special_tokens=False, max_tokens=max_tokens) for choice in row.choices]
         return [EncodedPrompt((*prompt, *choice), len(prompt)) for choice in behind]
@@ -89,8 +93,9 @@ def score_fields(row: Row, completions: Sequence[Completion]) -> dict[str, Any]:
         return {"scores": scores}
     best = max(scores, key=lambda score: score["logprob"])
     weights = [math.exp(score["logprob"] - best["logprob"]) for score in scores]
+    total = math.fsum(weights)
     for score, weight in zip(scores, weights, strict=True):
-        score["probability"] = weight / math.fsum(weights)
+        score["probability"] = weight / total
     return {"label": best["choice"], "scores": scores}
 
 
