@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.process import affinities
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-_TASKS = Path("/proc/self/task")
 
 
 def ran(script: str, *arguments: object, changes: Mapping[str, Any] | None = None) -> Any:
@@ -33,10 +34,10 @@ def ran(script: str, *arguments: object, changes: Mapping[str, Any] | None = Non
 @contextlib.contextmanager
 def _unbound() -> Iterator[None]:
     """Afterwards every thread may run where it might before: benchmarks bind them to cores."""
-    before = {task.name: os.sched_getaffinity(int(task.name)) for task in _TASKS.iterdir()}
+    before = affinities()
     try:
         yield
     finally:
-        for task in _TASKS.iterdir():
+        for task in affinities():
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(task.name), before.get(task.name, before[str(os.getpid())]))
+                os.sched_setaffinity(task, before.get(task, before[os.getpid()]))

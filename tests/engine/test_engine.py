@@ -25,6 +25,7 @@ from moelight.models.checkpoints import open_model
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine, find_machine
 from tests.engines import Tiny
+from tests.process import affinities, holds_at_last
 from tests.tiny import BOS
 
 CONTEXT = 48
@@ -394,14 +395,12 @@ def test_a_process_keeps_its_cores_and_threads(
 ) -> None:
     """Bound threads are the engine's own: the caller's affinity is what it was, and they end with the engine."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: len(os.sched_getaffinity(0)))
-    selected, tasks = os.sched_getaffinity(0), Path("/proc/self/task")
+    selected, before = os.sched_getaffinity(0), affinities()
     gpu = {"ffn_device": "gpu"} if device == "twin" else {}
-    before = {task.name for task in tasks.iterdir()}
     with Engine(Policy(model=str(model), **gpu), device=device, lanes=lanes) as engine:  # type: ignore[arg-type]
         result = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=4, ignore_eos=True))
         during = os.sched_getaffinity(0)
     assert result[0].token_ids == plain[0].token_ids[:4]
     assert during == os.sched_getaffinity(0) == selected
     # torch's own threads stay
-    left = [task for task in tasks.iterdir() if task.name not in before]
-    assert all(os.sched_getaffinity(int(task.name)) == selected for task in left)
+    assert holds_at_last(lambda: all(bound == selected for task, bound in affinities().items() if task not in before))

@@ -24,6 +24,7 @@ from moelight.models.decoder import NativeDecoder
 from moelight.runtime.machine import LANE_KINDS
 from moelight.weights.load import PageRead, PageReader
 from tests.engines import Tiny
+from tests.process import descriptors
 
 HOW = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPTS = [[65, 66, 67], [70, 71]]
@@ -47,8 +48,7 @@ def moelight_threads() -> set[str]:
 
 
 def open_files() -> list[str]:
-    targets = (str(link.resolve()) for link in Path("/proc/self/fd").iterdir() if link.exists())
-    return sorted(target for target in targets if target.endswith(".safetensors"))
+    return sorted(str(file) for file in descriptors().values() if file.suffix == ".safetensors")
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ from moelight.profiles.hf_config import HFConfig
 from moelight.runtime.twin import EmulatedEvent, EmulatedStream
 from tests.engines import in_turn
 from tests.integrations.moe_models import FAMILIES, build, build_listed, logits, ragged_prompts, tokens
+from tests.process import descriptors
 
 POLICIES = sorted((Path(__file__).parents[2] / "examples" / "policies").glob("*.moe"))
 DTYPES = (torch.bfloat16, torch.float32)
@@ -263,8 +264,7 @@ def test_a_model_that_is_dropped_takes_its_pages_with_it(tmp_path: Path) -> None
 
 
 def open_files(directory: Path) -> list[str]:
-    held = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    return [name for name in held if name.startswith(str(directory))]
+    return [str(file) for file in descriptors().values() if file.is_relative_to(directory)]
 
 
 def test_two_threads_may_generate_at_once() -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from moelight.kernels import native
 from moelight.kernels.reads import FileReader, ReadPart
 from tests.fuzz import fuzz
+from tests.process import descriptors
 
 MIB = 1 << 20
 SIZE = 3 * MIB + 1234
@@ -102,8 +103,7 @@ def test_a_file_that_stops_being_served_directly_is_read_all_the_same(file):
     if not native.available():
         pytest.skip("the extension is not built")
     with FileReader([file], chunk_bytes=65536, direct=False) as reader:
-        links = Path("/proc/self/fd").iterdir()
-        descriptor = next(int(link.name) for link in links if link.is_symlink() and link.readlink() == file)
+        descriptor = next(descriptor for descriptor, target in descriptors().items() if target == file)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
         check(reader, file, 5, 2 * MIB, 64)
         assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT

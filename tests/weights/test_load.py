@@ -35,6 +35,7 @@ from moelight.weights.tensor_map import WeightMap, locate
 from moelight.weights.torch_dtypes import from_torch
 from tests.fuzz import fuzz
 from tests.hostile.checkpoints import rename, stored
+from tests.process import descriptors
 from tests.tiny import FAMILIES, hf_model, save_tiny
 
 LAYOUTS = {
@@ -329,11 +330,11 @@ def test_a_file_gone_before_it_is_opened_is_told(tmp_path: Path) -> None:
 
 def test_a_reader_keeps_one_descriptor_a_file_and_closes_it(tmp_path: Path) -> None:
     weight_map, _ = opened(save_tiny(tmp_path, "mixtral", sharded=True))
-    before = set(os.listdir("/proc/self/fd"))
     files = {extent.file for extents in weight_map.experts.pieces.values() for extent in extents}
     with PageReader(weight_map, torch.float32):
-        assert len(set(os.listdir("/proc/self/fd")) - before) == len(files) > 1
-    assert set(os.listdir("/proc/self/fd")) - before == set()
+        opened_files = [file for file in descriptors().values() if file.parent == tmp_path]
+        assert len(opened_files) == len(files) > 1
+    assert not [file for file in descriptors().values() if file.parent == tmp_path]
 
 
 @pytest.mark.parametrize(
