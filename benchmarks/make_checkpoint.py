@@ -363,7 +363,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fused", action="store_true", help="one tensor for all experts of a layer")
     parser.add_argument("--hollow", action="store_true", help="leave the experts out: holes that read as zeros")
     parser.add_argument(
-        "--dynamic", action="store_true", help="a GGUF file of several types; of the options, sizes count"
+        "--dynamic",
+        nargs="?",
+        const="dynamic",
+        metavar="TYPE",
+        help="a GGUF file with experts of several types, or all of TYPE; of the options, sizes count",
     )
     return parser.parse_args()
 
@@ -378,7 +382,7 @@ def main() -> int:
         if dynamic:
             from runner.dynamic_file import make_dynamic
 
-            print(json.dumps(make_dynamic(out, scaled_config(model, **options))))
+            print(json.dumps(make_dynamic(out, scaled_config(model, **options), dynamic)))
             return 0
         written = make_checkpoint(out, scaled_config(model, **options), shard_size=shard_size, **writing)
     except (UserError, OSError) as error:

@@ -33,6 +33,7 @@ from runner.contestants import add_places, places_of
 from runner.run import add_sections, run, run_sections
 
 from moelight.core.policy import ACTIVATIONS
+from moelight.core.units import parse_bytes
 
 SECTIONS = {
     "disk": disk.run,
@@ -77,6 +78,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ring", type=Path, help="the model of the ring section")
     parser.add_argument("--ring-memory", default="1.2GiB", help="the real limit of the ring section")
     parser.add_argument("--ring-batches", type=int, nargs="+", default=[64, 128])
+    parser.add_argument(
+        "--disk-limit", type=parse_bytes, help="the real limit of the disk section; a third of the model"
+    )
     parser.add_argument("--disk-batches", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--disk-prompt", type=int, default=32, help="tokens in a prompt of the disk section")
     parser.add_argument("--disk-new", type=int, default=16, help="new tokens there")

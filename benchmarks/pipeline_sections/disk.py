@@ -1,11 +1,11 @@
 """Bound by a disk: a model three times the memory. Orders of work against the roof and each other, and peers.
 
-Every run is a process of its own in a control group of one third of the model's bytes; moelight's ``host_memory`` is
-what that leaves beside torch. Only accelerate may be let out of the group, because prompts' steps take more at large
-batch sizes, and then do not end; under the limit it enters the group after it has loaded. It puts its files out of the
-page cache before each step. The roof, a plain direct read of the same files, is measured before and after each run of
-ours. Peers decode fewer tokens than ours, because they take long; their time for as many tokens as ours is their first
-step and their mean step as often as ours.
+Every run is a process of its own in a control group of ``--disk-limit``, or one third of the model's bytes; moelight's
+``host_memory`` is what that leaves beside torch. Only accelerate may be let out of the group, because prompts' steps
+take more at large batch sizes, and then do not end; under the limit it enters the group after it has loaded. It puts
+its files out of the page cache before each step. The roof, a plain direct read of the same files, is measured before
+and after each run of ours. Peers decode fewer tokens than ours, because they take long; their time for as many tokens
+as ours is their first step and their mean step as often as ours.
 
 The same model in fewer bytes runs under the same limit: with experts rounded by ``moelight convert``, or as the file of
 llama.cpp; with activations as they are, and in int8, as llama.cpp rounds them.
@@ -40,7 +40,7 @@ def run(setting: Setting) -> dict[str, Any]:
     model, options = setting.big, setting.options
     files = [model] if model.suffix == GGUF else sorted(model.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
-    limit, base = size // 3, measure_base()
+    limit, base = options["disk_limit"] or size // 3, measure_base()
     memory = int((limit - base) / PLAN_SLACK)
     work = _work(setting, options["disk_batches"], options["disk_new"])
     kinds = options["disk_experts"]

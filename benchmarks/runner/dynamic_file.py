@@ -1,4 +1,5 @@
-"""A random GGUF file in which the types of experts differ, as in "dynamic" files of few bits.
+"""A random GGUF file in which the types of experts differ, as in "dynamic" files of few bits, or with one type of few
+bits for all of them.
 
 Gate, up and down of most layers are IQ2_XXS, IQ2_XS and IQ3_XXS, every fourth layer is Q4_K; all else is Q8_0 or
 float32. Codes are drawn, not rounded, so that no importance matrix is needed.
@@ -24,12 +25,20 @@ from moelight.engine.tokenizer import Tokenizer
 
 EXPERTS = {"gate": "IQ2_XXS", "up": "IQ2_XS", "down": "IQ3_XXS"}
 LARGE, EVERY = "Q4_K", 4
-# Float16 numbers at the beginning of a block, by which codes become numbers of a deviation of about 0.02.
-SCALES = {"IQ2_XXS": (3.8e-4,), "IQ2_XS": (3.6e-4,), "IQ3_XXS": (1.4e-4,), "Q4_K": (7.7e-5, 5.8e-4)}
+DYNAMIC = "dynamic"
+DEVIATION = 0.02
+# By type: bytes of a block at which its float16 scales begin, and their values, which `_scaled` makes smaller.
+SCALES = {
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0, (1.0,))),
+    "TQ1_0": (52, (1.0,)),
+    "TQ2_0": (64, (1.0,)),
+    "Q4_K": (0, (1.0, 7.5)),
+}
 
 
-def make_dynamic(out: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Write the model of ``config`` (raw values of a ``config.json``) to ``out``; its bytes by type."""
+def make_dynamic(out: Path, config: dict[str, Any], experts: str = DYNAMIC) -> dict[str, Any]:
+    """Write the model of ``config`` (raw values of a ``config.json``) to ``out``, with ``experts`` of a type of
+    `SCALES` or of `EXPERTS`; its bytes by type."""
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         source = Path(scratch) / "hollow"
         make_checkpoint(source, config, hollow=True)
@@ -42,7 +51,7 @@ def make_dynamic(out: Path, config: dict[str, Any]) -> dict[str, Any]:
         _add(writer, key, value)
     types = dict[str, int]()
     for tensor in contents.tensors:
-        kind = _kind(tensor)
+        kind = _kind(tensor, experts)
         data = _numbers(tensor, kind)
         writer.add_tensor(tensor.name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
         types[kind] = types.get(kind, 0) + data.nbytes
@@ -60,10 +69,12 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
 
-def _kind(tensor: GGUFTensor) -> str:
+def _kind(tensor: GGUFTensor, experts: str) -> str:
     part = tensor.name.split(".")
     if not tensor.name.endswith("_exps.weight"):
         return tensor.kind
+    if experts != DYNAMIC:
+        return experts
     matrix = part[2].removeprefix("ffn_").removesuffix("_exps")
     return LARGE if int(part[1]) % EVERY == EVERY - 1 else EXPERTS[matrix]
 
@@ -74,9 +85,7 @@ def _numbers(tensor: GGUFTensor, kind: str) -> np.ndarray:
     if kind in SCALES:
         block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         blocks = draw.integers(0, 256, (math.prod(tensor.shape) // block, nbytes), dtype=np.uint8)
-        scales = np.array(SCALES[kind], np.float16).view(np.uint8)
-        blocks[:, : len(scales)] = scales
-        return blocks.reshape(*tensor.shape[:-1], -1)
+        return _scaled(blocks, kind).reshape(*tensor.shape[:-1], -1)
     if tensor.name.endswith("_norm.weight"):
         return np.ones(tensor.shape, np.float32)
     deviation = {"token_embd.weight": 1.0, "output.weight": 0.05}.get(
@@ -86,3 +95,17 @@ def _numbers(tensor: GGUFTensor, kind: str) -> np.ndarray:
     if kind == "F32":
         return values.reshape(tensor.shape)
     return ggml_blocks(torch.from_numpy(values), kind).numpy().reshape(*tensor.shape[:-1], -1)
+
+
+def _scaled(blocks: np.ndarray, kind: str) -> np.ndarray:
+    """``blocks`` [number, bytes] with scales by which their numbers have `DEVIATION`."""
+    offset, values = SCALES[kind]
+
+    def put(scales: np.ndarray) -> None:
+        codes = scales.astype(np.float16).view(np.uint8)
+        blocks[:, offset : offset + len(codes)] = codes
+
+    put(np.array(values))
+    numbers = gguf.dequantize(blocks[:256], gguf.GGMLQuantizationType[kind])
+    put(np.array(values) * (DEVIATION / numbers.std()))
+    return blocks
