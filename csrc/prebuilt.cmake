@@ -1,0 +1,43 @@
+# The extension of a wheel in MOELIGHT_WHEELS that was built of the very same sources, for this Python and machine: then
+# nothing is compiled. `make wheels` builds such wheels, which hold every instruction set.
+set(MOELIGHT_WHEELS "${CMAKE_CURRENT_SOURCE_DIR}/../dist" CACHE PATH "Directory with wheels of moelight")
+
+# sources_hash: of every file that the extension is compiled from, with its name.
+file(GLOB_RECURSE hashed RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}/.." CONFIGURE_DEPENDS
+  "*.cpp" "*.h" "*.inl" "*.cmake" CMakeLists.txt ../moelight/formats/codebooks/*.inc)
+list(SORT hashed)
+set(lines "")
+foreach(file IN LISTS hashed)
+  file(SHA256 "${CMAKE_CURRENT_SOURCE_DIR}/../${file}" hash)
+  string(APPEND lines "${hash} ${file}\n")
+endforeach()
+string(SHA256 sources_hash "${lines}")
+file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/_native.sources" "${sources_hash}\n")
+
+# prebuilt: the extension's file, or empty.
+set(prebuilt "")
+file(GLOB wheels "${MOELIGHT_WHEELS}/moelight-*.whl")
+string(REGEX REPLACE "^(i686|amd64|AMD64)$" "x86_64" machine "${CMAKE_SYSTEM_PROCESSOR}")
+set(tags "-cp${Python_VERSION_MAJOR}${Python_VERSION_MINOR}-cp")
+if(Python_VERSION VERSION_GREATER_EQUAL 3.12)
+  list(APPEND tags "-cp312-abi3-")
+endif()
+foreach(wheel IN LISTS wheels)
+  get_filename_component(name "${wheel}" NAME)
+  foreach(tag IN LISTS tags)
+    string(FIND "${name}" "${tag}" at)
+    if(prebuilt STREQUAL "" AND NOT at EQUAL -1 AND name MATCHES "_${machine}\\.whl$")
+      set(unpacked "${CMAKE_CURRENT_BINARY_DIR}/prebuilt")
+      file(REMOVE_RECURSE "${unpacked}")
+      file(ARCHIVE_EXTRACT INPUT "${wheel}" DESTINATION "${unpacked}" PATTERNS "moelight/kernels/_native*")
+      file(GLOB extension "${unpacked}/moelight/kernels/_native*.so")
+      file(STRINGS "${unpacked}/moelight/kernels/_native.sources" built_of LIMIT_COUNT 1)
+      if(built_of STREQUAL sources_hash AND extension)
+        set(prebuilt "${extension}")
+        message(STATUS "moelight: the extension is that of ${name}, built of the same sources")
+      else()
+        message(STATUS "moelight: ${name} was built of other sources")
+      endif()
+    endif()
+  endforeach()
+endforeach()
