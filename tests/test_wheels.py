@@ -63,8 +63,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_wheel_of_the_same_sources_saves_the_compiler(tmp_path: Path, sources: bytes) -> None:
     wheel(tmp_path / "dist", sources)
     # nothing that compiles is looked for
-    said = configure(tmp_path / "build", tmp_path / "dist", CMAKE_CXX_COMPILER="/nowhere/c++")
-    assert f"moelight-0.1.0-{TAG}-{TAG}" in said and "built of the same sources" in said
+    output = configure(tmp_path / "build", tmp_path / "dist", CMAKE_CXX_COMPILER="/nowhere/c++")
+    assert f"moelight-0.1.0-{TAG}-{TAG}" in output and "built of the same sources" in output
     assert installed(tmp_path / "build") == {"_native.test.so": BYTES, "_native.sources": sources}
 
 
@@ -80,9 +80,9 @@ def test_another_wheel_is_left_alone(
     tmp_path: Path, sources: bytes, changes: dict[str, str | bytes], message: str | None
 ) -> None:
     wheel(tmp_path / "dist", **{"sources": sources, **changes})
-    said = configure(tmp_path / "build", tmp_path / "dist", CMAKE_CXX_COMPILER="/nowhere/c++")
-    assert "built of the same sources" not in said and "/nowhere/c++" in said
-    assert message is None or message in said
+    output = configure(tmp_path / "build", tmp_path / "dist", CMAKE_CXX_COMPILER="/nowhere/c++")
+    assert "built of the same sources" not in output and "/nowhere/c++" in output
+    assert message is None or message in output
 
 
 def test_the_hash_is_of_every_source(tmp_path: Path, sources: bytes) -> None:

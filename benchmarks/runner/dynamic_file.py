@@ -106,6 +106,6 @@ def _scaled(blocks: np.ndarray, kind: str) -> np.ndarray:
         blocks[:, offset : offset + len(codes)] = codes
 
     put(np.array(values))
-    numbers = gguf.dequantize(blocks[:256], gguf.GGMLQuantizationType[kind])
-    put(np.array(values) * (DEVIATION / numbers.std()))
+    drawn = gguf.dequantize(blocks[:256], gguf.GGMLQuantizationType[kind])
+    put(np.array(values) * (DEVIATION / drawn.std()))
     return blocks
