@@ -1,7 +1,7 @@
 """CGOPipe at the roof: whether the link that binds ever waits, on a machine without a GPU, beside orders and peers.
 
-    python benchmarks/pipeline.py [--sections disk ring refill memory overhead long] [--models DIR DIR] [--big DIR]
-        [--ring DIR] [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
+    python benchmarks/pipeline.py [--sections disk ring refill memory overhead long drafts] [--models DIR DIR]
+        [--big DIR] [--ring DIR] [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
 
     disk      a model three times the memory it is given: the disk's busy share and rate against plain direct reads;
               orders of work; the model in fewer bytes (--disk-experts int4 Q4_K_M); accelerate's disk offload and
@@ -12,6 +12,7 @@
     memory    resident models beside all peers at batch 1, 16 and 64 (`e2e.py`)
     overhead  time outside of any task, idle of the lane that binds
     long      resident memory over 2,000 requests through a constrained plan
+    drafts    speculative decoding on and off: work that copies its prompt, and prose; bound by a disk, and resident
     budget    the peak of resident memory of `moelight generate --host-memory`, beside what it was allowed
 
 Every section measures its roof in the same run. Models that are not given are made in --scratch (2 x 1.8 GB; 6.6 and
@@ -27,7 +28,7 @@ from typing import Any
 
 from e2e import MODELS
 from make_checkpoint import make_shape
-from pipeline_sections import budget, disk, figure, long, overhead, refill, resident, ring
+from pipeline_sections import budget, disk, drafts, figure, long, overhead, refill, resident, ring
 from pipeline_sections.setting import Setting
 from runner.contestants import add_places, places_of
 from runner.run import add_sections, run, run_sections
@@ -43,6 +44,7 @@ SECTIONS = {
     "overhead": overhead.run,
     "long": long.run,
     "budget": budget.run,
+    "drafts": drafts.run,
 }
 BIG, RING = "mixtral-6g", "mixtral-6g-9l"
 
@@ -57,9 +59,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         return {"figure": str(args.figure)}
     scratch, sections = args.scratch, args.sections
     small = not set(sections) <= {"disk", "ring"}
+    drafts_from_disk = "drafts" in sections and args.drafts_batches
     setting = Setting(
         models=args.models or ([make_shape(name, scratch) for name in MODELS] if small else []),
-        big=args.big or (make_shape(BIG, scratch) if "disk" in sections else Path(BIG)),
+        big=args.big or (make_shape(BIG, scratch) if "disk" in sections or drafts_from_disk else Path(BIG)),
         ring=args.ring or (make_shape(RING, scratch) if "ring" in sections else Path(RING)),
         places=places_of(args),
         scratch=args.temporary,
@@ -117,6 +120,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--long-requests", type=int, default=2000)
     parser.add_argument("--long-share", type=float, default=0.6, help="budget of the long section over the weights")
+    parser.add_argument("--drafts-batches", type=int, nargs="*", default=[16, 64], help="of drafts, bound by a disk")
+    parser.add_argument(
+        "--drafts-resident-batches", type=int, nargs="+", default=[1, 16, 64], help="of drafts, resident"
+    )
+    parser.add_argument("--drafts-prompt", type=int, default=160, help="tokens in a prompt of the drafts section")
+    parser.add_argument("--drafts-new", type=int, default=64, help="new tokens there")
     parser.add_argument("--budgets", nargs="+", default=["1GiB", "768MiB", "least"], help="of the budget section")
     parser.add_argument("--budget-prompts", type=int, default=24)
     parser.add_argument("--budget-longest", type=int, default=160, help="words in the longest of its prompts")

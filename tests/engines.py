@@ -15,7 +15,7 @@ from torch import Tensor
 from moelight.core.errors import BudgetError
 from moelight.core.policy import Policy
 from moelight.core.request import Request, SamplingParams
-from moelight.engine.batcher import Batcher, RunningSequence, SequenceChunk
+from moelight.engine.batcher import Batcher, RunningSequence, SampledRow
 from moelight.engine.options import EngineOptions
 from moelight.engine.pass_runner import PassRunner
 from moelight.engine.planning import plan_for, resolve
@@ -90,12 +90,12 @@ class Forced:
             for index, (ids, first) in enumerate(zip(sequences, prompt_lens, strict=True))
         )
 
-        def choose(chunks: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
+        def choose(sampled: Sequence[SampledRow], logits: Tensor) -> Tensor:
             tokens = []
-            for chunk, row in zip(chunks, logits, strict=True):
-                index = chunk.sequence.request.index
+            for sampled_row, row in zip(sampled, logits, strict=True):
+                index = sampled_row.chunk.sequence.request.index
                 retained[index].append(row.clone())
-                position = prompt_lens[index] + chunk.earlier
+                position = prompt_lens[index] + sampled_row.earlier
                 tokens.append(sequences[index][position] if position < len(sequences[index]) else 0)
             return torch.tensor(tokens)
 

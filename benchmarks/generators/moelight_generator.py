@@ -4,25 +4,30 @@ rounded to int8, as llama.cpp does.
 
 ``options``: ``host_memory``, ``batch_size``, ``activations`` (what the plan is made for), ``schedule``, ``admission``
 (what is put in its place afterwards), ``watch`` (say what lanes did), ``resident_after`` (say the resident set after so
-many completions, and at the end).
+many completions, and at the end), ``speculate``, ``answers`` (token ids for each prompt, which are played: tokens are
+chosen, and these take their place).
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import Facts, Generate, Ids, Task, serve
+from torch import Tensor
 
 from moelight import Engine, SamplingParams, Workload
 from moelight.core.policy import INT8
 from moelight.core.units import parse_bytes
+from moelight.engine.batcher import SampledRow
 from moelight.engine.engine import requests_from
 from moelight.engine.options import EngineOptions
+from moelight.engine.output_processor import OutputProcessor
 from moelight.engine.planning import plan_for
 from moelight.models import checkpoints
 from moelight.runtime.machine import find_machine
@@ -35,6 +40,8 @@ from runner.lanes import Watched
 def load(task: Task) -> Generate:
     """The engine stays open until the process ends."""
     torch.set_num_threads(task.threads)
+    if (answers := task.options.get("answers")) is not None:
+        _play(answers)
     engine = _engine(task).__enter__()
     how = [SamplingParams(max_tokens=new, ignore_eos=True) for new in task.new_tokens]
 
@@ -61,6 +68,10 @@ def load(task: Task) -> Generate:
             "policy": _policy(engine),
             **_lanes(watched, min(count, engine.policy.batch_size)),
             **resident.facts(),
+            "drafts": {
+                name: after.counts.get(name, 0) - before.counts.get(name, 0)
+                for name in ("drafted_tokens", "accepted_tokens", "drafted_passes")
+            },
         }
         return [list(item.token_ids) for item in sorted(done, key=lambda item: item.index)], facts
 
@@ -95,7 +106,20 @@ def _engine(task: Task) -> Engine:
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}
     policy = replace(plan.policy, **changes) if changes else plan
-    return Engine(policy, device="cpu", source=source, prefix_caching=False)  # every round has the same prompts
+    speculate = options.get("speculate", "off")  # every round has the same prompts
+    return Engine(policy, device="cpu", source=source, prefix_caching=False, speculate=speculate)
+
+
+def _play(answers: list[list[int]]) -> None:
+    """Have the tokens of ``answers`` follow each prompt, whatever is chosen."""
+    choose = OutputProcessor.choose
+
+    def played(self: OutputProcessor, sampled: Sequence[SampledRow], logits: Tensor) -> Tensor:
+        tokens = choose(self, sampled, logits)
+        ids = [answers[row.chunk.sequence.request.index][row.earlier] for row in sampled]
+        return tokens.copy_(torch.tensor(ids, dtype=tokens.dtype))
+
+    OutputProcessor.choose = played  # type: ignore[method-assign]
 
 
 def _policy(engine: Engine) -> dict[str, Any]:

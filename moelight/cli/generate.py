@@ -199,6 +199,7 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
         SCHEDULES.get(engine.schedule)
     check_activations(engine.activations)
     check_dtype(engine.dtype)
+    engine.draft_tokens()
     policy = None if arguments.policy is None else read_policy(arguments.policy, engine)
     check_task(arguments.task)
     scores = arguments.task != GENERATE

@@ -146,6 +146,8 @@ def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") 
     if not stats.completion_tokens and stats.prompt_tokens:
         rows, tokens = f"{completed:,} rows", f"{stats.prompt_tokens:,} prompt tokens"
         speed = stats.prompt_tokens / stats.wall_s
+    if drafted := stats.counts.get("drafted_tokens"):
+        tokens += f", {stats.counts['accepted_tokens']:,} of {drafted:,} drafted,"
     return (
         f"{rows}{bad}, {tokens} in {seconds_text(stats.wall_s)} ({speed:,.0f} tok/s), load {stats.load_s:.1f} s, "
         f"peak memory {format_bytes(stats.peak_rss_bytes)}{where}"

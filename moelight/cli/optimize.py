@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ def optimize_command(
     output: Path | None = option(
         "File to write the policy to, for generate --policy.", "--output", "-o", metavar="POLICY.yaml"
     ),
+    acceptance: ask.Acceptance = None,
     as_json: ask.Json = False,
 ) -> None:
     """Find the fastest policy that fits the memory, and explain it.
@@ -68,17 +69,25 @@ def optimize_command(
     question = ask.read_question(model, asked)
     plan = question.plan()
     quality = measured_quality(model, plan.policy)
+    gain = None
+    if acceptance is not None:
+        from moelight.optimizer.simulation import SimulationSetup
+
+        gain = SimulationSetup(plan.policy, question.model, question.hardware, question.workload).drafts(acceptance)
     if output is not None:
         write_output(output, [policy_file(plan)])
     if as_json:
         from moelight.optimizer.plan import plan_as_dict
 
-        print_json(plan_as_dict(plan) | ({"quality": quality} if quality else {}))
+        more = {"quality": quality, "drafts": None if gain is None else asdict(gain)}
+        print_json(plan_as_dict(plan) | {name: value for name, value in more.items() if value})
     elif output != STANDARD_OUTPUT:
         from moelight.cli.plan_view import print_plan
 
         measured = quality_words(quality) if quality else ""
         print_plan(open_console(), plan, workload_name=question.workload_name, quality=measured)
+        if gain is not None:
+            open_console().print(ask.draft_text(gain), soft_wrap=True)
 
 
 def _compare(model: str, asked: ask.PlanningOptions, comparison: ComparisonOptions, *, as_json: bool) -> None:

@@ -12,11 +12,13 @@ import typer
 from moelight.cli.options import flag, option, refuse_beside
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import format_bytes, parse_bytes
+from moelight.observe.number_format import rate_or_count, share_text
 
 if TYPE_CHECKING:
     from moelight.core.policy import Policy
     from moelight.optimizer.options import PlanOptions
     from moelight.optimizer.plan import Plan
+    from moelight.optimizer.simulation import DraftGain
     from moelight.profiles.hardware import HardwareProfile
     from moelight.profiles.model import ModelProfile
     from moelight.profiles.workload import Workload
@@ -48,6 +50,16 @@ OptionalModel = Annotated[
 ]
 PolicyFile = Annotated[
     Path | None, typer.Option("--policy", metavar="FILE.yaml", help="Policy file to use instead of planning.")
+]
+Acceptance = Annotated[
+    float | None,
+    typer.Option(
+        "--acceptance",
+        metavar="SHARE",
+        min=0.0,
+        max=1.0,
+        help="Fraction of draft tokens that are accepted; adds the best number of drafts and their gain.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
@@ -84,6 +96,16 @@ class PlanningOptions:
         metavar="int8,int4",
     )
     no_cache: bool = option("Do not read or write the plan cache.", default=False)
+
+
+def draft_text(gain: DraftGain) -> str:
+    """Return one line about the drafts of decode passes."""
+    if not gain.num_speculative_tokens:
+        return f"drafts, {share_text(gain.acceptance)} of them accepted: none pay in decode passes"
+    return (
+        f"drafts, {share_text(gain.acceptance)} of them accepted: {gain.num_speculative_tokens} for each sequence give "
+        f"{gain.gain:.2f} x the tokens of decode passes, {rate_or_count(gain.decode_tokens_per_s)} tokens/s"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ def simulate_command(
     policy: ask.PolicyFile = None,
     schedule: str | None = option("Schedule to simulate, or all; defaults to the policy's.", metavar="NAME|all"),
     passes: int = option("Number of consecutive decode passes.", min=1, max=1000, default=3),
+    acceptance: ask.Acceptance = None,
     trace: Path | None = option("File to write a Perfetto trace of the best schedule to.", metavar="FILE.json"),
     plot: Path | None = option("File to draw the last pass to: .png, .svg or .pdf.", metavar="FILE"),
     as_json: ask.Json = False,
@@ -87,11 +88,12 @@ def simulate_command(
         _plot(plot, question, runs)
     if trace is not None:
         _write_trace(trace, stage, runs[0])
+    gain = None if acceptance is None else stage.drafts(acceptance)
     if as_json:
-        print_json(simulation_as_dict(stage, runs))
+        print_json(simulation_as_dict(stage, runs) | ({} if gain is None else {"drafts": asdict(gain)}))
     else:
         written = [f"{label}: {path}" for label, path in {"trace": trace, "figure": plot}.items() if path is not None]
-        _print(stage, runs, "\n".join(written))
+        _print(stage, runs, "\n".join([*([] if gain is None else [ask.draft_text(gain)]), *written]))
 
 
 def _simulate_cluster(question: ask.Question, chosen: Policy | None, nodes: NodeArguments, *, as_json: bool) -> None:

@@ -13,7 +13,8 @@ from moelight.engine.batcher import Admitted, Batcher, MicroBatchPlan
 from moelight.engine.output_processor import OutputProcessor
 from moelight.engine.pass_runner import PassRunner
 from moelight.hrm.machine_model import Speeds
-from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Passed, Rest
+from moelight.optimizer.adapter import LEAST_PASSES, Adapter, Rest
+from moelight.optimizer.pass_prices import Passed
 from moelight.profiles.model import ModelProfile
 
 SHARE = 1 / 2000  # of the time of all passes that observing and replanning may take
@@ -93,12 +94,14 @@ def passed(plans: Sequence[MicroBatchPlan], seconds: float, busy_s: Mapping[str,
     """The pass of ``plans`` in the adapter's form."""
     chunks = [chunk for plan in plans for chunk in plan.chunks]
     starts = [chunk.start for chunk in chunks if chunk.decodes]
+    rows = sum(chunk.count for chunk in chunks if chunk.decodes)
     prompts = [chunk.count for chunk in chunks if not chunk.decodes]
     return Passed(
-        decode_tokens=len(starts),
+        decode_tokens=rows,
         context=sum(starts) / max(1, len(starts)),
         prompt_tokens=sum(prompts),
         prompt_len=sum(prompts) / len(prompts) if prompts else 1.0,
         seconds=seconds,
         busy_s=busy_s,
+        sequences=len(starts),
     )

@@ -7,10 +7,11 @@ import bisect
 import hashlib
 import heapq
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
 from operator import attrgetter
+from typing import NamedTuple
 
 from moelight.core.errors import InputError
 from moelight.core.policy import Policy
@@ -184,12 +185,18 @@ class RunningSequence:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceChunk:
     """The tokens of one sequence in one micro-batch: ``count`` from position ``start``; valid while it is running.
-    ``anew``: so many generated tokens are computed as if they belonged to the prompt."""
+
+    Attributes:
+        anew: so many generated tokens are computed as if they belonged to the prompt.
+        newest: of a decoding chunk whose tokens the host has: the newest token, and the drafts after it. Empty: the one
+            token is in the token pool.
+    """
 
     sequence: RunningSequence
     start: int
     count: int
     anew: int = 0
+    newest: tuple[int, ...] = ()
 
     @property
     def decodes(self) -> bool:
@@ -215,22 +222,57 @@ class SequenceChunk:
         return range(first, max(first, last + 1))
 
     @property
+    def drafts(self) -> tuple[int, ...]:
+        return self.newest[1:]
+
+    @property
+    def samples(self) -> int:
+        """The number of last rows that are followed by a chosen token: one, and one for each draft."""
+        return 1 + len(self.drafts) if self.completes and self.sequence.max_tokens else 0
+
+    @property
     def earlier(self) -> int:
-        """Number of tokens chosen before the one that follows a completing chunk."""
-        return self.start + self.count - len(self.sequence.request.token_ids)
+        """Number of tokens chosen before the first one that follows a completing chunk."""
+        return self.start + self.count - len(self.drafts) - len(self.sequence.request.token_ids)
+
+    def accepted(self, tokens: Sequence[int]) -> int:
+        """The number of first drafts that are the tokens chosen, ``tokens`` after each row that samples."""
+        pairs = zip(self.drafts, tokens, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Prompt tokens of the chunk; empty for a decoding chunk, whose token is in the token pool."""
+        """Prompt tokens of the chunk; of a decoding chunk ``newest``."""
+        if self.decodes:
+            return self.newest
         tokens = self.sequence.request.token_ids
         if self.anew:
             tokens = (*tokens, *self.sequence.generated[: self.anew])
         return tokens[self.start : self.start + self.count]
 
 
+class SampledRow(NamedTuple):
+    """The row of ``chunk`` that samples its token number ``at``; those before are the drafts of the chunk, if they are
+    accepted."""
+
+    chunk: SequenceChunk
+    at: int
+
+    @property
+    def earlier(self) -> int:
+        """Number of tokens chosen before, if the drafts are accepted."""
+        return self.chunk.earlier + self.at
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """The drafts up to this row."""
+        return self.chunk.drafts[: self.at]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchPlan:
-    """The chunks of one micro-batch, generated tokens first. ``prefill_only``: no chunk reads the cache."""
+    """The chunks of one micro-batch, generated tokens first, those without drafts before the others. ``prefill_only``:
+    no chunk reads the cache."""
 
     chunks: tuple[SequenceChunk, ...]
     prefill_only: bool
@@ -264,6 +306,10 @@ class AnswerLengths:
         if not self.ended:
             return self._planned
         return -(-(LENGTH_WEIGHT * self._planned + self.tokens) // (LENGTH_WEIGHT + self.ended))
+
+
+# The drafts of sequences that decode, for each of them and in all at most so many, beside so many tokens of prompts.
+Propose = Callable[[Sequence[tuple[RunningSequence, int]], int, int], Mapping[RunningSequence, Sequence[int]]]
 
 
 class Batcher:
@@ -355,10 +401,13 @@ class Batcher:
             code="kv_capacity_exceeded",
         )
 
-    def next_pass(self) -> list[MicroBatchPlan]:
+    def next_pass(self, propose: Propose | None = None) -> list[MicroBatchPlan]:
         """Every decoding sequence, then as many prompt tokens as the pass, N and the cache allow. Under static
         admission a pass holds either the batch's remaining prompt tokens or its decoding sequences. Empty while all
-        sequences are to be computed anew and their newest tokens have not been collected."""
+        sequences are to be computed anew and their newest tokens have not been collected.
+
+        ``propose``: all tokens have been collected, and decoding sequences bring drafts in what is left of the pass.
+        """
         static = self.policy.admission == "static"
         self._grow()
         if static and not self._running:  # the next N sequences, or as many as the cache holds
@@ -372,11 +421,7 @@ class Batcher:
             if not ((prefills and not sequence.fills) or self._prefix_cache.waiting(sequence))
         ]
         # Decoding sequences first: an earlier one that waited for another's prompt may have many tokens to compute.
-        decoding = [
-            SequenceChunk(sequence=running, start=running.computed, count=running.waiting_tokens)
-            for running in going
-            if not running.fills
-        ]
+        decoding = [running for running in going if not running.fills]
         room = max(pass_tokens(self.policy), len(self._running)) - len(decoding)
         full_chunks: list[SequenceChunk] = []  # as large as a micro-batch
         rest: list[SequenceChunk] = []
@@ -393,11 +438,41 @@ class Batcher:
                 )
                 (full_chunks if begin + size < count else rest).append(chunk)
         plans = [self._plan([chunk]) for chunk in full_chunks]
+        prompt_tokens = sum(chunk.count for chunk in (*full_chunks, *rest))
+        decoded = self._decoded(decoding, propose, int(room), prompt_tokens)
         if not self._discrete:
-            return plans + self._pack(decoding + rest)
+            return plans + self._pack(decoded + rest)
         prefill_only = [chunk for chunk in rest if chunk.start == 0]
-        cached = decoding + [chunk for chunk in rest if chunk.start]
+        cached = decoded + [chunk for chunk in rest if chunk.start]
         return plans + self._pack(prefill_only) + self._pack(cached, in_buffer=True)
+
+    def _decoded(
+        self, decoding: Sequence[RunningSequence], propose: Propose | None, room: int, prompt_tokens: int
+    ) -> list[SequenceChunk]:
+        """One row of every sequence of ``decoding``, and its drafts: in all at most ``room``, and of no sequence more
+        than it may generate, its blocks hold and a micro-batch takes."""
+        if propose is None:
+            return [SequenceChunk(sequence=running, start=running.computed, count=1) for running in decoding]
+        limits = [
+            min(
+                running.max_tokens - running.chosen,
+                len(running.blocks) * self.policy.kv_block_size - running.computed,
+                self.policy.micro_batch_tokens,
+            )
+            - 1
+            for running in decoding
+        ]
+        assert all(len(running.generated) == running.chosen for running in decoding), "drafts follow collected tokens"
+        drafts = propose(list(zip(decoding, limits, strict=True)), room, prompt_tokens)
+        return [
+            SequenceChunk(
+                sequence=running,
+                start=running.computed,
+                count=1 + len(drafts.get(running, ())),
+                newest=(running.generated[-1], *drafts.get(running, ())),
+            )
+            for running in decoding
+        ]
 
     def launched(self, plans: Sequence[MicroBatchPlan]) -> None:
         """Record that ``plans`` were launched. Blocks and token slots of sequences that finish are free for the next
@@ -405,7 +480,7 @@ class Batcher:
         for plan in plans:
             for chunk in plan.chunks:
                 sequence = chunk.sequence
-                sequence.computed += chunk.count
+                sequence.computed += chunk.count - len(chunk.drafts)
                 if not chunk.decodes and not chunk.anew:
                     self._prefix_cache.computed(sequence, before=chunk.start)
                 if chunk.completes:
@@ -413,6 +488,13 @@ class Batcher:
                     self.lengths.tokens += sequence.grows
                     if sequence.chosen == sequence.max_tokens:
                         self.retire(sequence)
+
+    def accept(self, sequence: RunningSequence, count: int) -> None:
+        """Record that the last pass of ``sequence`` accepted ``count`` drafts; the others are computed for nothing, and
+        their keys and values are written over."""
+        sequence.computed += count
+        sequence.chosen += count
+        self.lengths.tokens += count * sequence.grows
 
     def _ready(self, sequence: RunningSequence) -> bool:
         """False if tokens of ``sequence`` must arrive before it goes on: at the border where its positions are
@@ -542,7 +624,7 @@ class Batcher:
         return count + (start if self._window is None else min(start, self._window - 1))
 
     def _plan(self, chunks: list[SequenceChunk]) -> MicroBatchPlan:
-        chunks.sort(key=lambda chunk: not chunk.decodes)
+        chunks.sort(key=lambda chunk: (not chunk.decodes, chunk.count > 1 and chunk.decodes))
         prefill_only = self._discrete and all(chunk.start == 0 for chunk in chunks)
         return MicroBatchPlan(chunks=tuple(chunks), prefill_only=prefill_only)
 

@@ -3,7 +3,8 @@ Each form is translated to a grammar, which is compiled once. Finished JSON answ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -169,6 +170,20 @@ class Constraint:
             self.reason = NO_ALLOWED_TOKEN if not allowed.any() else self.reason
         self.stuck = not allowed.any()
         return None if self.stuck else allowed
+
+    def copy(self) -> Constraint:
+        """The constraint of the same answer, to go on apart from this one."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
+
+    def possible(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """The first of ``tokens`` that may follow; where the text has to go on in one way, at most ``count`` tokens of
+        it."""
+        if self.left or self.stuck:
+            return ()
+        forced = self._matcher.compute_ff_tokens()[:count]
+        return forced or tokens[: self._matcher.validate_tokens(list(tokens))]
 
     def go_on(self, token: int) -> None:
         self._matcher.consume_token(token)

@@ -7,6 +7,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -185,6 +186,12 @@ class BadWords:
     def follow(self, token_id: int) -> None:
         """``token_id`` is the next token."""
         self._recent.append(token_id)
+
+    def copy(self) -> BadWords:
+        """The same words after the same tokens, to follow others."""
+        other = copy(self)
+        other._recent = self._recent.copy()
+        return other
 
 
 def _steps(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -19,9 +20,10 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import format_bytes
 from moelight.engine.adaptation import PassAdaptation
-from moelight.engine.batcher import Batcher
+from moelight.engine.batcher import Batcher, Propose
 from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
+from moelight.engine.drafts import NgramDrafts
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
 from moelight.engine.options import AUTO, EngineOptions, RunOptions
@@ -36,6 +38,7 @@ from moelight.engine.planning import (
     stage_pages,
 )
 from moelight.engine.reasoning import OFF, check_mode, reasoning_start
+from moelight.engine.speculation import DraftPrices, Speculation, drafts_refusal
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.profile import save_profile
 from moelight.hrm.footprint import kv_block_bytes
@@ -43,6 +46,7 @@ from moelight.hrm.machine_model import Speeds
 from moelight.kernels.device import Device
 from moelight.models.checkpoints import open_model
 from moelight.observe.stats import Binding, LaneTotals, RunStats
+from moelight.optimizer.pass_prices import PassPrices
 from moelight.optimizer.plan import Plan
 from moelight.paging.arena import PinningError
 from moelight.paging.kv import BlockPool
@@ -161,6 +165,7 @@ class Engine:
         began = time.perf_counter()
         options = (options or RunOptions()).changed(values)
         self._reasoning = check_mode(options.reasoning)
+        draft_tokens = options.draft_tokens()
         self.plan = policy if isinstance(policy, Plan) else None
         run_policy = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if options.device == AUTO and not run_policy.discrete else options.device)
@@ -181,6 +186,8 @@ class Engine:
         pool, share = self._passes.pool, options.prefix_caching and not self.profile.stateful
         self._batcher = _batcher(self.policy, self.plan, self.profile, pool, machine.discrete, share)
         self._adapting = self._adaptation(options.adapt, speeds, self._passes)
+        prices = PassPrices(self.profile, self.policy, speeds, dtype) if options.speculate == AUTO else None
+        self._speculation = _speculation(draft_tokens, self.profile, prices)
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = self._collected_s = 0.0
@@ -326,13 +333,11 @@ class Engine:
         self._serving = True
         context, lost, discrete = self.profile.max_positions, self._loaded.range_lost, self._machine.discrete
         outputs = OutputProcessor(requests, self.tokenizer, self._calls, context, lost, on_scores, discrete=discrete)
-        self._batcher.add(outputs.sequences)
-        if self._adapting is not None:
-            self._adapting.begin(outputs, self._totals.busy_s)
+        self._begin(outputs)
         wall_before, tokens_before, idle_before = self._wall_s, self.progress_tokens, self._python_s
         self._collected_s = began_s = time.perf_counter()
-        idle = Idle(began_s)
         self._totals.begin(began_s)
+        idle = Idle(began_s)
         try:
             passes = self._overlapped_passes if self._overlaps else self._sequential_passes
             with closing(passes(outputs)) as landed:
@@ -361,18 +366,26 @@ class Engine:
             self._batcher.clear()
             self._serving = False
 
+    def _begin(self, outputs: OutputProcessor) -> None:
+        self._batcher.add(outputs.sequences)
+        if self._adapting is not None:
+            self._adapting.begin(outputs, self._totals.busy_s)
+        if self._speculation is not None:
+            self._speculation.begin()
+
     def _overlapped_passes(self, outputs: OutputProcessor) -> Generator[list[Completion]]:
         """Each pass is launched before the tokens of the pass before it arrive: a sequence that finished early is
-        computed once more and discarded. The launch waits only where the choice of a token needs earlier tokens on the
-        host."""
+        computed once more and discarded. The launch waits only where the choice of a token, or a draft, needs earlier
+        tokens on the host."""
         in_flight = self._launch(outputs, self._pack_next())
         try:
             while in_flight is not None:
-                packed, waits = self._pack_next(), outputs.needs_history
+                drafts = self._drafts_follow
+                packed, waits = None if drafts else self._pack_next(), drafts or outputs.needs_history
                 landing, in_flight = in_flight, None if waits else self._launch(outputs, packed)
                 finished, changed = self._collect(outputs, landing, self._land(landing))
                 if waits or self._waited(in_flight):
-                    in_flight = self._launch(outputs, self._pack_next() if changed or packed is None else packed)
+                    in_flight = self._relaunch(outputs, packed, changed=changed)
                 yield finished
         finally:
             if in_flight is not None:
@@ -380,19 +393,21 @@ class Engine:
 
     def _sequential_passes(self, outputs: OutputProcessor) -> Generator[list[Completion]]:
         """A pass is packed while the pass before it runs, as if every sequence continued, and launched once the tokens
-        have arrived: before they are processed, unless one of them may finish a sequence."""
+        have arrived: before they are processed, unless one of them may finish a sequence. With drafts it is packed once
+        they are processed."""
         in_flight = self._launch(outputs, self._pack_next())
         try:
             while in_flight is not None:
-                packed = self._pack_next()
+                drafts = self._drafts_follow
+                packed = None if drafts else self._pack_next()
                 landing, in_flight = in_flight, None
                 tokens = self._land(landing)
-                waits = outputs.needs_history or outputs.may_end(tokens)
+                waits = drafts or outputs.needs_history or outputs.may_end(tokens)
                 if not waits:
                     in_flight = self._launch(outputs, packed)
                 finished, changed = self._collect(outputs, landing, tokens)
                 if waits or self._waited(in_flight):
-                    in_flight = self._launch(outputs, self._pack_next() if changed or packed is None else packed)
+                    in_flight = self._relaunch(outputs, packed, changed=changed)
                 yield finished
         finally:
             if in_flight is not None:
@@ -414,8 +429,12 @@ class Engine:
         running = len(self._batcher.running)
         finished = outputs.collect(self._batcher, landed.plans, tokens)
         before_s, self._collected_s = self._collected_s, time.perf_counter()
+        seconds = self._collected_s - before_s
         if self._adapting is not None:
-            self._adapting.after(landed.plans, self._collected_s - before_s, self._totals.busy_s)
+            self._adapting.after(landed.plans, seconds, self._totals.busy_s)
+        if self._speculation is not None and self.timeline is not None:
+            busy_s = {str(lane): busy for lane, busy in self.timeline.busy_s().items()}
+            self._speculation.after(landed.plans, tokens, seconds, busy_s, self._loaded.policy)
         return finished, len(self._batcher.running) != running or self._batcher.requeued
 
     def _guard_device_memory(self) -> None:
@@ -423,9 +442,25 @@ class Engine:
         if self._device_limit:
             Device(self._machine.device).limit_memory(self._device_limit)
 
-    def _pack_next(self) -> PackedPass | None:
-        plans = self._batcher.next_pass() if self._batcher.busy else ()
+    def _pack_next(self, propose: Propose | None = None) -> PackedPass | None:
+        plans = self._batcher.next_pass(propose) if self._batcher.busy else ()
         return self._loaded.pack(plans) if plans else None
+
+    @property
+    def _drafts_follow(self) -> bool:
+        """Whether the pass after the one in flight is packed once all tokens are collected: it may have drafts, or the
+        one in flight has some."""
+        return self._speculation is not None and (self._speculation.active or self._speculation.under_way)
+
+    def _relaunch(self, outputs: OutputProcessor, packed: PackedPass | None, *, changed: bool) -> PackedPass | None:
+        """Launch the next pass once all tokens were collected: ``packed``, or another one where that may have
+        ``changed``."""
+        if packed is None or changed:
+            propose = None
+            if self._speculation is not None:
+                propose = partial(self._speculation.propose, self._loaded.policy, outputs.possible)
+            packed = self._pack_next(propose)
+        return self._launch(outputs, packed)
 
     def _waited(self, in_flight: PackedPass | None) -> bool:
         """Whether no pass could be packed before the last tokens arrived, and sequences are running or suspended."""
@@ -455,6 +490,7 @@ class Engine:
                 "prefix_cache_hits": admitted.cached_tokens,
                 "device_waits": self._device_waits,
                 "suspensions": admitted.suspended,
+                **({} if self._speculation is None else self._speculation.counts),
             },
             adaptations=self.adaptations,
             device_peak_bytes=device_peak(self._machine).reserved,
@@ -547,6 +583,16 @@ def _batcher(
         by_length=profile.by_length,
         expected_len=_expected_len(policy, plan),
     )
+
+
+def _speculation(draft_tokens: int, profile: ModelProfile, prices: PassPrices | None) -> Speculation | None:
+    """None where sequences bring no drafts."""
+    if not draft_tokens:
+        return None
+    if (reason := drafts_refusal(profile)) is not None:
+        _log.warning("no drafts: %s", reason)
+        return None
+    return Speculation(NgramDrafts(), draft_tokens, None if prices is None else DraftPrices(prices))
 
 
 def _expected_len(policy: Policy, plan: Plan | None) -> int:

@@ -225,7 +225,7 @@ class LoadedModel:
             moe_ops=moe_ops,
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
-            score_rows=policy.micro_batch_size,
+            head_rows=policy.micro_batch_size,
         )
 
     def _attention(

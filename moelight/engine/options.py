@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from moelight.core.errors import refuse_unknown
+from moelight.core.errors import ConfigError, did_you_mean, refuse_unknown
 from moelight.core.units import parse_bytes
 from moelight.experts.options import ExpertOptions
 
-AUTO = "auto"
+AUTO, OFF, NGRAM = "auto", "off", "ngram"
+SPECULATION = (OFF, NGRAM, AUTO)
+MOST_DRAFT_TOKENS = 64
 _Options = TypeVar("_Options", bound="RunOptions")
 
 
@@ -45,9 +47,37 @@ class RunOptions:
         metavar="auto|off",
         default=AUTO,
     )
+    speculate: str = _option(
+        "Speculative decoding with drafts of tokens that followed the same tokens before, in the prompt or in "
+        "completions: ngram verifies all drafts, auto those that are expected to save time. Completions stay the same.",
+        metavar="off|ngram|auto",
+        default=OFF,
+    )
+    num_speculative_tokens: int | None = _option(
+        "Maximum number of draft tokens per sequence and pass; by default 5, or 16 with --speculate auto.",
+        min=1,
+        max=MOST_DRAFT_TOKENS,
+        metavar="K",
+    )
     lanes: str = AUTO
     prefix_caching: bool = True
     experts: ExpertOptions = field(default_factory=ExpertOptions)
+
+    def draft_tokens(self) -> int:
+        """The most draft tokens of a sequence in a pass; 0 without speculative decoding. Raises ConfigError for an
+        unknown value of ``speculate``, and for a number of tokens that is out of range or without effect."""
+        count, how = self.num_speculative_tokens, self.speculate
+        if how not in SPECULATION:
+            raise ConfigError(
+                f"speculate must be one of {', '.join(SPECULATION)}, not {how!r}{did_you_mean(how, SPECULATION)}"
+            )
+        if count is not None and not 1 <= count <= MOST_DRAFT_TOKENS:
+            raise ConfigError(f"num_speculative_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {count}")
+        if how == OFF:
+            if count is not None:
+                raise ConfigError(f"num_speculative_tokens {count} needs speculate ngram or auto")
+            return 0
+        return count or (16 if how == AUTO else 5)
 
     def changed(self: _Options, values: Mapping[str, Any]) -> _Options:
         """Return the options with ``values``, by name; None of ``experts`` is the default. Raises ConfigError for an

@@ -7,6 +7,7 @@ import math
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -26,7 +27,7 @@ from moelight.core.request import (
     StructureError,
     ToolCall,
 )
-from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SequenceChunk
+from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, SampledRow, SequenceChunk
 from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraint, Constraints, bits, without
 from moelight.engine.detokenizer import BadWords, StopMatcher, TokenTexts, cut_at_stop, without_unfinished
@@ -85,7 +86,8 @@ class SequenceState:
         chooses: tokens are chosen separately, since logits are changed or tokens scored.
         needs_history: all tokens must be known before the next one is chosen.
         top: number of likeliest tokens scored besides the chosen one; None if none is scored.
-        chosen: scores of generated tokens not collected yet; ``prompt``: of prompt tokens, at ``positions``.
+        chosen: scores of generated tokens not collected yet, or rejected; ``prompt``: of prompt tokens, at
+            ``positions``.
         logprobs: log-probabilities of the collected tokens.
     """
 
@@ -117,6 +119,7 @@ class SequenceState:
         self._texts, self._token_bytes = TokenTexts(tokenizer.token_bytes), tokenizer.token_bytes
         self.chooses = self.top is not None or _changes(how)
         self.chosen: deque[tuple[Scores, int]] = deque()
+        self._behind: deque[SequenceState] = deque()  # as it will be behind the drafts of the pass under way
         self.logprobs: list[Mapping[int, Logprob]] = []
         self.positions: list[int] = []
         self.prompt: list[tuple[Scores, int]] = []
@@ -127,8 +130,12 @@ class SequenceState:
         decode = partial(self._tokenizer.decode, skip_special_tokens=skip)
         return StopMatcher(decode, self._how.stop, context=self._tokenizer.context(before), unsearched=unsearched)
 
-    def change(self, position: int) -> Change:
-        """The change to the logits of generated token number ``position``."""
+    def change(self, position: int, drafts: Sequence[int] = ()) -> Change:
+        """The change to the logits of generated token number ``position``, behind ``drafts`` that follow the tokens
+        that arrived; called for one draft more each time."""
+        if drafts and self.needs_history:
+            self._behind.append((self._behind[-1] if self._behind else self)._followed(drafts[-1]))
+            return self._behind[-1].change(position)
         how = self._how
         forbidden: Collection[int] = self._ends if position < how.min_tokens else ()
         allowed = self._only
@@ -160,6 +167,38 @@ class SequenceState:
         marker = bits([begin], self._constraints.vocab_size)
         constraint.stuck = False
         return marker if allowed is None else allowed | marker
+
+    def _followed(self, token: int) -> SequenceState:
+        """The state as it would be once ``token`` arrived, of which `change` is asked."""
+        state = copy(self)
+        state.top, state.logprobs, state.matcher = None, [], None
+        state._seen, state._behind = dict(self._seen), deque()
+        state._bad_words = None if self._bad_words is None else self._bad_words.copy()
+        state._constraint = None if self._constraint is None else self._constraint.copy()
+        state._thinking = copy(self._thinking)
+        if state.arrived(token, closes=False) is None:
+            state.ends(token, ())
+        return state
+
+    def reject(self, count: int) -> None:
+        """Drop the last ``count`` rows, whose drafts were not accepted."""
+        for _ in range(count):
+            if self.top is not None:
+                self.chosen.pop()
+            if self._behind:
+                self._behind.pop()
+
+    def accept(self) -> None:
+        """The token that arrived was a draft, and the next one was chosen behind it, or none was."""
+        if self._behind and (state := self._behind.popleft())._constraint is not None and self._constraint is not None:
+            self._constraint.stuck, self._constraint.reason = state._constraint.stuck, state._constraint.reason
+
+    def possible(self, drafts: Sequence[int], count: int) -> Sequence[int]:
+        """The first of ``drafts`` that may follow, or at most ``count`` tokens that have to."""
+        if self._constraint is not None and (self._thinking is None or self._thinking.over):
+            drafts = self._constraint.possible(drafts, count)
+        ends = (at for at, token in enumerate(drafts) if token in self._ends)
+        return drafts[: next(ends, len(drafts))]
 
     def arrived(self, token: int, *, closes: bool) -> SequenceEnd | None:
         """Record ``token``; ``closes``: it ends the sequence and is not part of the answer. Returns the end of a
@@ -318,18 +357,28 @@ class OutputProcessor:
             self._historians += state.needs_history
             self._watching += state.matcher is not None
 
+    def possible(self, sequence: RunningSequence, drafts: Sequence[int], count: int) -> Sequence[int]:
+        """The first of ``drafts`` that may follow ``sequence`` without ending it, or at most ``count`` tokens that have
+        to."""
+        if (state := self._states.get(sequence)) is not None:
+            return state.possible(drafts, count)
+        how = sequence.request.sampling
+        ends = how.stop_token_ids if how.ignore_eos else (*how.stop_token_ids, *self._eos)
+        return drafts[: next((at for at, token in enumerate(drafts) if token in ends), len(drafts))]
+
     @property
     def needs_history(self) -> bool:
         """True if the next token of some sequence can be chosen only after `collect` processed all earlier tokens."""
         return self._historians > 0
 
-    def choose(self, chunks: Sequence[SequenceChunk], logits: Tensor) -> Tensor:
-        """The next token of each completing chunk, int64 [S], from logits float32 [S, V]; `NOT_FINITE` for a row whose
-        logits are not finite, whatever its parameters."""
+    def choose(self, sampled: Sequence[SampledRow], logits: Tensor) -> Tensor:
+        """The token that follows each row, int64 [S], from logits float32 [S, V]; `NOT_FINITE` for a row whose logits
+        are not finite, whatever its parameters. Behind a draft it is the token that follows if the draft is accepted,
+        by the state and the random number that the sequence then has."""
         likeliest, lost = likeliest_tokens(logits, discrete=self._discrete)
-        owners = [chunk.sequence for chunk in chunks]
+        owners = [chunk.sequence for chunk, _ in sampled]
         params, seeds = [owner.request.sampling for owner in owners], [owner.seed for owner in owners]
-        places = [chunk.earlier for chunk in chunks]
+        places = [row.earlier for row in sampled]
         states = [self._states.get(owner) for owner in owners] if self._states else ()
         special = {row: state for row, state in enumerate(states) if state is not None and state.chooses}
         plain = [_LIKELIEST if row in special else how for row, how in enumerate(params)]
@@ -337,7 +386,9 @@ class OutputProcessor:
         for rows in blocks(list(special), logits, CHANGE_BYTES):
             index, row_states = to_device(np.asarray(rows), logits), [special[row] for row in rows]
             changed = raw = logits[index]
-            changes = [state.change(places[row]) for row, state in zip(rows, row_states, strict=True)]
+            changes = [
+                state.change(places[row], sampled[row].behind) for row, state in zip(rows, row_states, strict=True)
+            ]
             if any(change is not UNCHANGED for change in changes):
                 changed = raw.clone()
                 change(changed, changes)
@@ -377,11 +428,13 @@ class OutputProcessor:
             for chunk in load.chunks:
                 if not chunk.completes:
                     continue
-                sequence = chunk.sequence
-                token = next(arriving) if sequence.max_tokens else None
+                sequence, tokens_of_chunk = chunk.sequence, list(islice(arriving, chunk.samples))
                 if sequence.finished:
                     continue  # the sequence finished after this pass had been launched
-                if (end := self._ends(sequence, token)) is not None:
+                accepted = chunk.accepted(tokens_of_chunk)
+                if chunk.drafts:
+                    batcher.accept(sequence, accepted)
+                if (end := self._end_of(sequence, tokens_of_chunk, accepted)) is not None:
                     sequence.finished = True
                     batcher.retire(sequence)
                     self.ended_tokens += len(sequence.generated)
@@ -448,6 +501,21 @@ class OutputProcessor:
             return problem
         limit = "max_tokens" if end.reason == "length" else "a stop text or stop token"
         return StructureError(code=TRUNCATED, message=f"{limit} ended the answer before its structure was complete")
+
+    def _end_of(self, sequence: RunningSequence, tokens: Sequence[int], accepted: int) -> SequenceEnd | None:
+        """Append the ``accepted`` first of ``tokens``, which were drafts, and the one that follows them, up to the end
+        of ``sequence``, if they reach it."""
+        if not tokens:
+            return self._ends(sequence, None)
+        state = self._states.get(sequence) if self._states else None
+        if state is not None:
+            state.reject(len(tokens) - accepted - 1)
+        for token in tokens[: accepted + 1]:
+            if (end := self._ends(sequence, token)) is not None:
+                return end
+            if state is not None:
+                state.accept()
+        return None
 
     def _ends(self, sequence: RunningSequence, token: int | None) -> SequenceEnd | None:
         """The end of the sequence if ``token`` (None where nothing is to be generated) finishes it, else None."""

@@ -15,9 +15,10 @@ from torch import Tensor
 from moelight.core.policy import Policy
 from moelight.core.schedule import Page, Schedule
 from moelight.core.timeline import Timeline
-from moelight.engine.batcher import MicroBatchPlan, SequenceChunk, places
+from moelight.engine.batcher import MicroBatchPlan, SampledRow, SequenceChunk
 from moelight.engine.experts import ExpertRuntime, RoutingWatch
 from moelight.engine.loaded_model import LoadedModel, refuse_prediction
+from moelight.hrm.footprint import pass_tokens
 from moelight.hrm.placement import moved
 from moelight.kernels.arguments import one_thread_for_torch
 from moelight.kernels.caching_allocator import RESULTS
@@ -34,7 +35,7 @@ from moelight.scheduler import SCHEDULES, on_demand
 from moelight.scheduler.layout import Layout, MicroBatchShape, PassShape, layout_of
 from moelight.weights.tensor_map import OpenCheckpoint
 
-Choose = Callable[[Sequence[SequenceChunk], Tensor], Tensor]
+Choose = Callable[[Sequence[SampledRow], Tensor], Tensor]
 Score = Callable[[Sequence[SequenceChunk], int, Tensor, Tensor], None]
 _SCHEDULES_KEPT = 256
 
@@ -88,8 +89,7 @@ class PassRunner:
         model.pages.follow(model.layout.streamed, model.layout.computed)
         self._follow_residents()
         # New tokens of three passes: one collected, one in flight, one packed.
-        running = places(policy, model.pool.blocks)
-        self._sampled = cycle(Device(machine.device).host_memory((3, running), torch.int64))
+        self._sampled = cycle(Device(machine.device).host_memory((3, int(pass_tokens(policy))), torch.int64))
 
     @property
     def policy(self) -> Policy:
@@ -128,7 +128,8 @@ class PassRunner:
         """Launch a pass, possibly behind one in flight; ``follows``: another pass follows, so its first pages may be
         prefetched.
 
-        ``choose(chunks, logits)`` picks the new tokens of completing chunks on the device of the logits;
+        ``choose(rows, logits)`` picks the tokens that follow these rows of completing chunks on the device of the
+        logits;
         ``score(chunks, first, logits, targets)`` scores prompt tokens of a micro-batch, ``first`` being its first
         scored row.
         """
@@ -153,7 +154,7 @@ class PassRunner:
             whole_layers=in_place and tokens <= MOST_TOKENS,
         )
         completing = [
-            [chunk for chunk in load.chunks if chunk.completes and chunk.sequence.max_tokens] for load in packed.plans
+            [SampledRow(chunk, at) for chunk in load.chunks for at in range(chunk.samples)] for load in packed.plans
         ]
 
         def sample(j: int, first: int, logits: Tensor) -> Tensor:
@@ -223,7 +224,8 @@ class PassRunner:
             model.pages.follow(layout.streamed, layout.computed)
 
     def land(self, launched: PackedPass) -> tuple[Timeline, list[list[int]]]:
-        """Wait for a pass; return its timeline and, per micro-batch, the tokens of its completing chunks in order."""
+        """Wait for a pass; return its timeline and, per micro-batch, the tokens that follow its completing chunks in
+        order, `SequenceChunk.samples` each."""
         timeline = self._finish(launched)
         return timeline, [mb.sampled.tolist() for mb in launched.micro_batches]
 
@@ -287,7 +289,7 @@ def _chunk(chunk: SequenceChunk) -> Chunk:
         start=chunk.start,
         blocks=sequence.blocks,
         slot=sequence.slot,
-        samples=chunk.completes and sequence.max_tokens > 0,
+        samples=chunk.samples,
         decodes=chunk.decodes,
         targets=sequence.request.token_ids[scored.start : scored.stop] if scored else (),
         first_scored=scored.start - 1 - chunk.start if scored else 0,

@@ -170,19 +170,16 @@ def cost_of(
         streams: whether pages are assumed to move (then the result is affine in ``placed``); None: where ``placed`` has
             streamed pages.
     """
-    model, schedule, running = cost_model.model, sizes.schedule, running_of(cost_model.model, workload, sizes)
+    model, running = cost_model.model, running_of(cost_model.model, workload, sizes)
 
     def selected(values: Any) -> Any:
         return values if of is None or np.ndim(values) == 0 else values[of]
 
     max_tokens, placed = selected(sizes.micro_batch_tokens), placed.map(selected)
     tokens = kinds.decode_tokens + kinds.prompt_tokens
-    routed = routed_only(model, schedule, tokens, max_tokens, least=least_missed(sizes))
-    streamed = np.asarray(placed.from_host + placed.from_disk)
-    moving = streamed > 0 if streams is None else streams
-    # Behind a ring smaller than two layers every pass is a whole one (`Placement.small_ring`).
-    layers, double = max(model.num_moe_layers, 1), 2 * model.experts.num_experts
-    most_ring = 2 * np.ceil(streamed / layers) if streams is None else double
+    routed = routed_only(model, sizes.schedule, tokens, max_tokens, least=least_missed(sizes))
+    moving = _streamed(placed) > 0 if streams is None else streams
+    most_ring = _double_ring(model, placed) if streams is None else 2 * model.experts.num_experts
     routed = routed & (selected(ring_of(model, sizes.ring_pages)) >= most_ring)
     return pass_cost(
         cost_model,
@@ -191,12 +188,28 @@ def cost_of(
         running=selected(running).astype(float),
         batches=selected(_batches_of(workload, sizes, running)),
         prompt_tokens=max_tokens,
-        grouped=schedule in WHOLE_EXPERTS,
+        grouped=sizes.schedule in WHOLE_EXPERTS,
         look_ahead=selected(sizes.look_ahead),
         routed_only=routed,
         apart=np.where(routed & moving, 1.0, 0.0),
         ring_pages=selected(sizes.ring_pages),
     )
+
+
+def routed_passes(model: ModelProfile, policy: Policy, tokens: Any, placed: PlacementCounts) -> Any:
+    """Whether passes of ``tokens`` under ``policy`` are on-demand passes."""
+    routed = routed_only(model, policy.schedule, tokens, policy.micro_batch_tokens, least=least_missed(policy))
+    double = ring_of(model, policy.ring_pages) >= _double_ring(model, placed)
+    return routed & double & (_streamed(placed) > 0) & (not model.dense)
+
+
+def _streamed(placed: PlacementCounts) -> Any:
+    return np.asarray(placed.from_host + placed.from_disk)
+
+
+def _double_ring(model: ModelProfile, placed: PlacementCounts) -> Any:
+    """The streamed pages of two layers: behind a smaller ring every pass is a whole one (`Placement.small_ring`)."""
+    return 2 * np.ceil(_streamed(placed) / max(model.num_moe_layers, 1))
 
 
 def least_missed(policy: Policy) -> float:

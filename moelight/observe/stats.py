@@ -53,7 +53,8 @@ class RunStats:
         lanes: the lanes that exist on the machine.
         counts: events by name; ``prefix_cache_queries`` counts the tokens of all prompts begun, ``prefix_cache_hits``
             those found in the prefix cache; ``device_waits`` how often a lane of the host waited for work on a device;
-            ``suspensions`` how often a sequence was suspended because the KV cache was full.
+            ``suspensions`` how often a sequence was suspended because the KV cache was full; with speculative decoding
+            ``drafted_tokens`` that were verified, ``accepted_tokens`` of them, ``drafted_passes`` with drafts.
     """
 
     wall_s: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,13 +20,10 @@ import numpy as np
 from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError
 from moelight.core.policy import MOST_LOOK_AHEAD, Adaptation, Policy
-from moelight.hrm.estimate import cost_model_of, placement_counts
-from moelight.hrm.footprint import WHOLE_EXPERTS, fixed_bytes, pass_tokens, prefill_tokens
-from moelight.hrm.machine_model import Speeds, slowed
-from moelight.hrm.pass_cost import PassCost, pass_cost
-from moelight.hrm.placement import place_pages
-from moelight.hrm.schedule_time import pass_s
-from moelight.hrm.workload_model import Passes, steady_passes
+from moelight.hrm.footprint import fixed_bytes, pass_tokens, prefill_tokens
+from moelight.hrm.machine_model import Speeds
+from moelight.hrm.workload_model import steady_passes
+from moelight.optimizer.pass_prices import Belief, Passed, PassPrices, passes_that_ran
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
 
@@ -39,10 +36,6 @@ _WORDS = {
 }
 FIELDS = tuple(_WORDS)
 Values = tuple[int, ...]  # of `FIELDS`
-# Correction factors: measured over planned seconds by lane; under ``pass``, seconds of a pass over those that its lanes
-# explain.
-Belief = Mapping[str, float]
-LANES = ("disk", "stage", "h2d", "d2h", "device", "cpu")
 WORTH_IT = 0.05
 LEAST_PASSES = 8  # passes that a look needs
 MOST_CHANGES = 8  # changes back included
@@ -52,21 +45,6 @@ _COOLDOWN = 3  # looks without a change after a change
 _STEPS = 4  # changes in one respect each that may add up to one change
 _REMEMBERED = 128  # passes that a look uses at most
 _NAMED_FROM = 0.25  # the share of a pass from which on a lane is named in a reason
-_ROUNDS = 3  # lanes that share a memory slow each other: corrected together, in a few rounds
-_FURTHEST = 100.0  # limit of a correction factor, which is unstable for a lane that is barely used
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passed:
-    """One measured pass. ``context``: average cached tokens of a decoding sequence; ``prompt_len``: average tokens of a
-    prompt or its chunk; 1 if there is none."""
-
-    decode_tokens: int
-    context: float
-    prompt_tokens: int
-    prompt_len: float
-    seconds: float
-    busy_s: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,13 +118,6 @@ class Allocation:
         return [row for row, fit in zip(valid, fits, strict=True) if fit or row == values]
 
 
-def passes_that_ran(ran: Sequence[Passed]) -> Passes:
-    """Convert measured passes to the ledger's `Passes`, one entry each."""
-    names = ("decode_tokens", "context", "prompt_tokens", "prompt_len")
-    columns = {name: np.array([getattr(run, name) for run in ran], dtype=float) for name in names}
-    return Passes(count=np.ones(len(ran)), **columns)
-
-
 class Adapter:
     """Observes the passes of one run, and prices others with speeds corrected by what it observed; ``policy`` is the
     best one at present. Its regions are allocated."""
@@ -156,8 +127,7 @@ class Adapter:
     ) -> None:
         """``speeds`` are those of the policy's estimate; `FIELDS` in ``fixed`` never change."""
         self.policy, self.allocation = policy, Allocation(model, policy, dtype, fixed=fixed)
-        self._cost_model = cost_model_of(model, policy, speeds, dtype)
-        self._placed = placement_counts(place_pages(model, policy), policy)
+        self.prices = PassPrices(model, policy, speeds, dtype)
         self._belief: Belief = {}
         self._ran: deque[Passed] = deque(maxlen=_REMEMBERED)
         self._with_prompts, self._gen_len = 1.0, 1.0
@@ -190,7 +160,7 @@ class Adapter:
         self._ran.clear()
         if not ran:
             return None
-        new = self.learn(self.policy, ran, self._belief)
+        new = self.prices.learn(self.policy, ran, self._belief)
         blended = {key: math.sqrt(self._belief.get(key, factor) * factor) for key, factor in new.items()}
         self._belief = {**self._belief, **blended}
         if self._trial is not None:
@@ -211,7 +181,7 @@ class Adapter:
         self, before: Policy, belief: Belief, gain: float, ran: Sequence[Passed], after_pass: int
     ) -> Adaptation | None:
         """End the trial: keep the change if its passes realise enough of the predicted gain, else change back."""
-        expected = float(np.sum(self.seconds(self.policy, passes_that_ran(ran), belief)))
+        expected = float(np.sum(self.prices.seconds(self.policy, passes_that_ran(ran), belief)))
         longer = sum(run.seconds for run in ran) / expected
         realised = (1.0 + gain) / longer - 1.0
         self._trial, self._cooldown = None, _COOLDOWN
@@ -253,13 +223,13 @@ class Adapter:
         running = np.minimum(sizes.batch_size, max(1, rest.most_running))
         room = prefill_tokens(sizes) + sizes.batch_size - running
         passes = steady_passes(work, running, room, spread=self._with_prompts * gen_len)
-        seconds = np.sum(passes.count * self.seconds(sizes, passes, self._belief), axis=0) / running
+        seconds = np.sum(passes.count * self.prices.seconds(sizes, passes, self._belief), axis=0) / running
         return seconds[0] / seconds[1:] - 1.0
 
     def _evidence(self, ran: Sequence[Passed], best: Values, rest: Rest) -> str:
         """The reason for a change: the busiest lane's measured over planned time, or batch size, or prompt passes."""
         least = _NAMED_FROM * sum(run.seconds for run in ran)
-        planned = self.lanes(self.policy, passes_that_ran(ran), {})
+        planned = self.prices.lanes(self.policy, passes_that_ran(ran), {})
         busy = {lane: sum(run.busy_s.get(lane, 0.0) for run in ran) for lane, s in planned.items() if s > 0}
         lane = max((name for name in busy if busy[name] > least), key=busy.__getitem__, default=None)
         if lane is not None and not 1 / 1.1 < busy[lane] / planned[lane] < 1.1:
@@ -267,59 +237,6 @@ class Adapter:
         if best[0] > self.policy.batch_size:
             return f"the cache holds {rest.most_running} sequences"
         return f"passes with prompts are {self._with_prompts:.0%} of all"
-
-    def seconds(self, sizes: Policy, passes: Passes, belief: Belief) -> Any:
-        """Predicted seconds of each of ``passes`` under policies of the allocation."""
-        stretch = belief.get("pass", 1.0)
-        seconds = stretch * pass_s(sizes.schedule, self._cost(sizes, passes, belief))
-        return np.broadcast_to(seconds, np.shape(passes.count))
-
-    def learn(self, policy: Policy, ran: Sequence[Passed], belief: Belief) -> dict[str, float]:
-        """The belief that explains the passes that ran, starting from ``belief``."""
-
-        def limited(factor: float) -> float:
-            return min(max(factor, 1 / _FURTHEST), _FURTHEST)
-
-        passes, slower = passes_that_ran(ran), {lane: by for lane, by in belief.items() if lane in LANES}
-        for _ in range(_ROUNDS):
-            for lane, seconds in self.lanes(policy, passes, slower).items():
-                measured = sum(run.busy_s.get(lane, 0.0) for run in ran)
-                if seconds > 0 and measured > 0:
-                    slower[lane] = limited(slower.get(lane, 1.0) * measured / seconds)
-        took, explained = sum(run.seconds for run in ran), float(np.sum(self.seconds(policy, passes, slower)))
-        return {**slower, "pass": limited(took / explained) if took > 0 and explained > 0 else 1.0}
-
-    def lanes(self, policy: Policy, passes: Passes, belief: Belief) -> dict[str, float]:
-        """Predicted busy seconds by lane of all ``passes``. Without a GPU, disk reads and computation slow each other
-        while they overlap."""
-        cost, speeds = self._cost(policy, passes, belief), self._cost_model.speeds
-        busy = {lane: cost.lanes[lane] for lane in LANES if lane in cost.lanes}
-        if not self._cost_model.discrete:
-            slowed = {"cpu": speeds.under_disk, "disk": speeds.disk_under_cpu}
-            busy = {
-                lane: seconds + np.minimum(cost.waits[lane], seconds / slowed[lane] - seconds)
-                for lane, seconds in busy.items()
-            }
-        return {lane: float(np.sum(np.broadcast_to(s, np.shape(cost.count)))) for lane, s in busy.items()}
-
-    def _cost(self, sizes: Policy, passes: Passes, belief: Belief) -> PassCost:
-        """The cost of passes packed as the batcher packs them: full micro-batches of the sequences present."""
-        cost_model = replace(self._cost_model, speeds=slowed(self._cost_model.speeds, belief))
-        decode, prompts, together = passes.decode_tokens, passes.prompts, 0.0 if cost_model.discrete else 1.0
-        rows = decode + together * prompts
-        rows = np.maximum(np.where(rows > 0, rows, prompts), 1.0)
-        tokens = np.maximum(passes.prompt_tokens + together * decode, 1.0)
-        return pass_cost(
-            cost_model,
-            passes,
-            self._placed,
-            running=rows,
-            batches=np.ceil(rows / sizes.micro_batch_size),
-            prompt_tokens=tokens / np.ceil(tokens / sizes.micro_batch_tokens),
-            grouped=sizes.schedule in WHOLE_EXPERTS,
-            look_ahead=sizes.look_ahead,
-            ring_pages=sizes.ring_pages,
-        )
 
 
 def _changes(now: Values, then: Values) -> dict[str, tuple[int, int]]:

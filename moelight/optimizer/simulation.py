@@ -8,16 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
 from moelight.core.schedule import Lane, Schedule, TaskKind
 from moelight.core.timeline import Timeline
 from moelight.hrm import costs
 from moelight.hrm.estimate import Estimate, Phase, cost_model_of, estimate, least_missed
+from moelight.hrm.footprint import pass_tokens
 from moelight.hrm.machine_model import speeds_of
 from moelight.hrm.placement import place_pages
 from moelight.hrm.task_cost import MicroBatchLoad, PassCosts
+from moelight.hrm.workload_model import Passes
 from moelight.optimizer.optimize import compute_dtype
+from moelight.optimizer.pass_prices import PassPrices
 from moelight.profiles.hardware import HardwareProfile, with_gpus
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.workload import Workload
@@ -27,6 +32,7 @@ from moelight.scheduler.requirements import misfit
 from moelight.scheduler.simulate import Price, simulate_passes
 
 STEADY_PASSES = 3
+MOST_DRAFTS = 16  # of a sequence in a pass
 MOST_TASKS = 2_000_000  # of the passes that are simulated together: about a minute, and 1.5 GiB of spans
 
 
@@ -85,6 +91,18 @@ class SimulatedRun:
         return (*first, *(run.timeline for run in self.decode))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftGain:
+    """Decode passes with the best ``num_speculative_tokens`` drafts of each sequence, of which each is accepted with
+    probability ``acceptance`` after those before it; ``gain``: tokens per second over those without drafts."""
+
+    acceptance: float
+    num_speculative_tokens: int
+    tokens_per_pass: float
+    decode_tokens_per_s: float
+    gain: float
+
+
 class SimulationSetup:
     """One policy, resolved or not, of one model on one machine for one workload; ``estimate``: the ledger's."""
 
@@ -135,6 +153,32 @@ class SimulationSetup:
             with_prompts=first,
             decode=tuple(runs[-passes:]),
             tokens_per_s=self._job_tokens_per_s(priced, first, runs[-1]),
+        )
+
+    def drafts(self, acceptance: float) -> DraftGain:
+        """The best number of drafts for each sequence in decode passes, if each is accepted with probability
+        ``acceptance`` after those before it."""
+        policy, work = self.policy, self.workload
+        running = min(policy.batch_size, work.num_requests)
+        limit = min(MOST_DRAFTS, (int(pass_tokens(policy)) - running) // running)
+        counts = np.arange(limit + 1)
+        passes = Passes(
+            count=np.ones(limit + 1),
+            decode_tokens=running * (counts + 1.0),
+            prompt_tokens=np.zeros(limit + 1),
+            context=work.prompt_len + work.gen_len / 2,
+            prompt_len=1.0,
+        )
+        prices = PassPrices(self.model, policy, self._speeds, self._dtype)
+        seconds = prices.seconds(policy, passes, {}, np.full(limit + 1, float(running)))
+        rates = running * np.cumsum(acceptance**counts) / seconds
+        best = int(np.argmax(rates))
+        return DraftGain(
+            acceptance=acceptance,
+            num_speculative_tokens=best,
+            tokens_per_pass=float(rates[best] * seconds[best]),
+            decode_tokens_per_s=float(rates[best]),
+            gain=float(rates[best] / rates[0]),
         )
 
     def lane_bytes(self, schedule: str) -> dict[Lane, int]:

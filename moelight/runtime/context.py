@@ -24,8 +24,9 @@ class Chunk:
     """Tokens ``start`` to ``start + count`` of one sequence, which owns ``blocks`` of the cache.
 
     ``decodes``: one generated token, at ``slot`` of the token pool (``token_ids`` is empty), where the next token is
-    written too. A prompt token never decodes, not even in a chunk of one: the result would depend on how the prompt is
-    cut. ``samples``: the last row samples a token. ``targets``: scored tokens; row ``first_scored`` of the chunk scores
+    written too; or, in ``token_ids``, the newest token and the drafts after it. A prompt token never decodes, not even
+    in a chunk of one: the result would depend on how the prompt is cut. ``samples``: so many last rows sample a token
+    each. ``targets``: scored tokens; row ``first_scored`` of the chunk scores
     the first, the following rows the others. ``reaches``: the length of the sequence, if its other chunks go beyond
     this one.
     """
@@ -34,7 +35,7 @@ class Chunk:
     start: int
     blocks: Sequence[int]
     slot: int
-    samples: bool
+    samples: int
     decodes: bool
     targets: Sequence[int] = ()
     first_scored: int = 0
@@ -46,7 +47,7 @@ class Chunk:
 
     @property
     def count(self) -> int:
-        return 1 if self.decodes else len(self.token_ids)
+        return max(1, len(self.token_ids)) if self.decodes else len(self.token_ids)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -120,7 +121,8 @@ def find_added(slots: Tensor, *, host_slots: int) -> Added:
 def find_context(
     chunks: Sequence[Chunk], *, block_size: int, window: int | None, host_slots: int, form: PromptForm
 ) -> Context:
-    """Context of ``chunks``, whose rows are in the same order, decoding ones first. ``form``: of prompts."""
+    """Context of ``chunks``, whose rows are in the same order, decoding ones first, those of one row before. ``form``:
+    of prompts, and of rows with drafts."""
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lowest = np.array([chunk.start - seen_before(chunk.start, window) for chunk in chunks], dtype=np.int64)
     first = lowest // block_size
@@ -149,7 +151,7 @@ def find_context(
             starts,
             lowest,
             entries,
-            decoding=sum(chunk.decodes for chunk in chunks),
+            decoding=sum(chunk.decodes and chunk.count == 1 for chunk in chunks),
             block_size=block_size,
             form=form,
         ),

@@ -1,5 +1,6 @@
 """The micro-batch: packed tokens and their tensors on the way through a pass, and the arenas that micro-batches share.
-Legend: T tokens, D decoding sequences (one token each, the first rows), B block-table width."""
+Legend: T tokens, D rows of decoding sequences (the newest token of each and its drafts, the first rows), B block-table
+width."""
 
 from __future__ import annotations
 
@@ -153,12 +154,14 @@ class MicroBatch:
     """Packed rows without padding: decoding sequences first, then prompts one after another.
 
     Attributes:
-        token_ids: int64 [T]; decode rows are read from the token pool at ``places`` when the pass runs.
+        token_ids: int64 [T]; the first rows are read from the token pool at ``places`` when the pass runs.
         cache_slots: int64 [T], slots of the new keys and values.
-        block_tables: int32 [D, B], with ``seq_lens`` int32 [D] the arguments of the decode kernel.
+        block_tables: int32 [D, B], with ``seq_lens`` int32 [D] the arguments of the decode kernel, to which each row of
+            a sequence is one of its own.
         packed: (ends int32 [P + 1], block tables, earlier positions) of all P prompts.
-        places: int64 [D], places of the decode rows in the token pool.
-        sample_rows: rows that sample a token for ``sample_places`` of the token pool.
+        places: int64, places in the token pool of the decode rows whose tokens the host has not.
+        sample_rows: rows that sample a token.
+        sample_places: for which places of the token pool; empty if a sequence has several, of which the host picks.
         sampled: int64 [S] in host memory, the new tokens.
         chunks: whose rows these are, in order.
         scored_rows: int64 [R], rows that score ``targets`` int64 [R].
@@ -261,32 +264,40 @@ def pack(
     saved: SavedActivations | None = None,
     row: int = 0,
 ) -> MicroBatch:
-    """Pack ``chunks``, decoding ones first, with their shares of the arenas (``sampled`` in host memory)."""
+    """Pack ``chunks``, decoding ones first and of these the ones whose tokens are in the pool, with their shares of the
+    arenas (``sampled`` in host memory)."""
     decoding = [chunk for chunk in chunks if chunk.decodes]
-    rest, end, starts = chunks[len(decoding) :], len(decoding), [chunk.start for chunk in decoding]
-    slots = [chunk.blocks[chunk.start // block_size] * block_size + chunk.start % block_size for chunk in decoding]
-    rows = _numbers([0] * end, starts, slots)
-    last, scored, targets = [*range(end)], list[int](), list[int]()
-    if rest:
-        rows = np.concatenate((rows, _prompt_rows(rest, block_size)), axis=1)
-    for chunk in rest:
+    from_pool = [chunk for chunk in decoding if not chunk.token_ids]
+    starts = [chunk.start for chunk in from_pool]
+    slots = [chunk.blocks[chunk.start // block_size] * block_size + chunk.start % block_size for chunk in from_pool]
+    rows = _numbers([0] * len(from_pool), starts, slots)
+    if rest := chunks[len(from_pool) :]:
+        rows = np.concatenate((rows, _rows_of_tokens(rest, block_size)), axis=1)
+    end, sampling, scored, targets = 0, list[int](), list[int](), list[int]()
+    for chunk in chunks:
         scored += range(end + chunk.first_scored, end + chunk.first_scored + len(chunk.targets))
         targets += chunk.targets
         end += chunk.count
-        last.append(end - 1)
-    sampling = [(row, chunk.slot) for row, chunk in zip(last, chunks, strict=True) if chunk.samples]
-    samples = _numbers([row for row, _ in sampling], [position for _, position in sampling])
+        sampling += range(end - chunk.samples, end)
+    sample_places = [chunk.slot for chunk in chunks if chunk.samples]
+    if len(sampling) > len(sample_places):
+        sample_places = []
+    counts = [chunk.count for chunk in decoding]
+    tables = _tables(decoding)
+    if sum(counts) > len(decoding):
+        tables = tables.repeat_interleave(torch.tensor(counts), 0)
+    decode_rows = sum(counts)
     scoring = _numbers(scored, targets)
     return MicroBatch(
         token_ids=torch.from_numpy(rows[0]),
         positions=torch.from_numpy(rows[1]),
         cache_slots=torch.from_numpy(rows[2]),
-        block_tables=_tables(decoding),
-        seq_lens=torch.from_numpy(np.array([start + 1 for start in starts], dtype=np.int32)),
-        packed=_packed(rest),
-        places=torch.from_numpy(_numbers([chunk.slot for chunk in decoding])[0]),
-        sample_rows=torch.from_numpy(samples[0]),
-        sample_places=torch.from_numpy(samples[1]),
+        block_tables=tables,
+        seq_lens=torch.from_numpy((rows[1][:decode_rows] + 1).astype(np.int32)),
+        packed=_packed(chunks[len(decoding) :]),
+        places=torch.from_numpy(_numbers([chunk.slot for chunk in from_pool])[0]),
+        sample_rows=torch.from_numpy(_numbers(sampling)[0]),
+        sample_places=torch.from_numpy(_numbers(sample_places)[0]),
         sampled=sampled[: len(sampling)],
         scored_rows=torch.from_numpy(scoring[0]),
         targets=torch.from_numpy(scoring[1]),
@@ -320,8 +331,8 @@ def _numbers(*rows: Sequence[int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(len(rows), -1)
 
 
-def _prompt_rows(chunks: Sequence[Chunk], block_size: int) -> np.ndarray:
-    """Token ids, positions and cache slots of all rows of prompts, int64 [3, rows]."""
+def _rows_of_tokens(chunks: Sequence[Chunk], block_size: int) -> np.ndarray:
+    """Token ids, positions and cache slots of all rows of chunks with their tokens, int64 [3, rows]."""
     spans = [(chunk, chunk.start, chunk.start + chunk.count) for chunk in chunks]
     ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
     positions = np.concatenate([np.arange(start, end) for _, start, end in spans])

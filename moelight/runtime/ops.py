@@ -41,15 +41,15 @@ class Operations:
         moe_ops: MoEOps,
         start_page: StartPage,
         pool: Tensor,
-        score_rows: int,
+        head_rows: int,
     ) -> None:
-        """``caches``: of all layers for `Decoder.decode_layers`, or none; ``score_rows``: most rows of a prompt that
-        are scored at once."""
+        """``caches``: of all layers for `Decoder.decode_layers`, or none; ``head_rows``: the most rows whose logits
+        are in memory at once."""
         self.decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
         self._caches = caches
         self.whole_layers = bool(caches) and decoder.whole_layers
         self._pool = pool
-        self._score_rows = min(score_rows, sample_rows(decoder.model))
+        self._head_rows = min(head_rows, sample_rows(decoder.model))
         self.predicts = decoder.predicts
         self.finite: Tensor | None = None  # `Decoder.finite` in host memory, as of the newest tokens
         if decoder.finite is not None:
@@ -108,7 +108,7 @@ class Operations:
 
     def _embed(self, task: Task, mb: MicroBatch) -> None:
         mb.land()
-        if n := mb.decoding:
+        if n := len(mb.places):
             torch.index_select(self._pool, 0, mb.places, out=mb.token_ids[:n])
         mb.running = self.decoder.begin(mb.token_ids, mb.positions, mb.hidden, mb.chunks)
         if mb.graphs is not None:
@@ -148,16 +148,18 @@ class Operations:
         """Sample into the pool, begin the copy to the host (complete when the lane's ticket is), then score. A token
         below 0 is no token: the host drops what is computed for it."""
         self.decoder.end(mb.hidden, require(mb.running))
-        hidden, rows = mb.hidden, sample_rows(self.decoder.model)
+        drafted = len(mb.sample_places) < len(mb.sample_rows)  # more rows than a plan counts on
+        hidden, rows = mb.hidden, self._head_rows if drafted else sample_rows(self.decoder.model)
         if len(mb.sample_rows) < len(hidden):
             hidden = hidden[mb.sample_rows]
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             tokens = sample(task.micro_batch, first, self.decoder.logits(hidden[part]))
-            self._pool.index_copy_(0, mb.sample_places[part], tokens.clamp(min=0))
+            if not drafted:
+                self._pool.index_copy_(0, mb.sample_places[part], tokens.clamp(min=0))
             mb.sampled[part].copy_(tokens, non_blocking=True)
-        for first in range(0, len(mb.targets), self._score_rows):
-            part = slice(first, first + self._score_rows)
+        for first in range(0, len(mb.targets), self._head_rows):
+            part = slice(first, first + self._head_rows)
             logits = self.decoder.logits(mb.hidden[mb.scored_rows[part]])
             score(task.micro_batch, first, logits, mb.targets[part])
         if self.finite is not None:

@@ -100,6 +100,16 @@ def test_a_trace_that_can_be_reported(policy: Path, tmp_path: Path) -> None:
     assert reported.returncode == 0 and "6 passes simulated" in reported.stdout
 
 
+def test_drafts_gain_where_a_link_binds_and_more_if_more_are_accepted(policy: Path) -> None:
+    asked = "--policy", policy, "--hw", "t4", *WORK, "--acceptance"
+    gains = [simulation(*asked, share)["drafts"] for share in ("0", "0.8")]
+    assert (gains[0]["num_speculative_tokens"], gains[0]["gain"]) == (0, 1.0)
+    assert gains[1]["num_speculative_tokens"] >= 1
+    assert gains[1]["gain"] > 1.2
+    done = run("simulate", *asked, "0.8")
+    assert "drafts, 80 % of them accepted" in done.stdout
+
+
 def test_a_picture(policy: Path, tmp_path: Path) -> None:
     """Of one schedule as SVG and PDF: the file's name says what is written."""
     pytest.importorskip("matplotlib")

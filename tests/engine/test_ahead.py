@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, Request, SamplingParams, StructuredOutputs
-from moelight.engine.batcher import SequenceChunk
+from moelight.engine.batcher import SampledRow, SequenceChunk
 from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
 from moelight.engine.engine import Engine
@@ -108,7 +108,7 @@ def test_choosing_apart_and_scoring_read_nothing_back(model: Path) -> None:
     chunks = [SequenceChunk(sequence=sequence, start=0, count=3) for sequence in answers.sequences]
     logits = torch.randn(40, 307, generator=torch.Generator().manual_seed(1))
     with Reads():
-        chosen = answers.choose(chunks, logits)
+        chosen = answers.choose([SampledRow(chunk, 0) for chunk in chunks], logits)
         answers.score(chunks, 40, logits, torch.tensor([66, 65] * 20))
     assert chosen.shape == (40,)
     assert all(tokenizer.decode([int(chosen[row])]).islower() for row in range(5, 40, 7)), "each row has its own change"

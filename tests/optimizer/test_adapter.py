@@ -23,12 +23,11 @@ from moelight.optimizer.adapter import (
     WORTH_IT,
     Adapter,
     Allocation,
-    Passed,
     Rest,
-    passes_that_ran,
     values_of,
     with_values,
 )
+from moelight.optimizer.pass_prices import Passed, PassPrices, passes_that_ran
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
 from tests.cases import thorough
@@ -236,7 +235,7 @@ def test_the_machine_is_found_from_what_its_lanes_took(by: dict[str, float], dis
     policy, speeds = (FULL, replace(GPU, transfer_s=0.0)) if discrete else (ROOMY, CPU)
     if contended:
         speeds = replace(speeds, under_disk=0.8, disk_under_cpu=0.9)
-    true = Adapter(MIXTRAL, policy, slowed(speeds, by), BFLOAT16)
+    true = PassPrices(MIXTRAL, policy, slowed(speeds, by), BFLOAT16)
     ran = []
     for decode, prompts in ((32, 0), (31, 2), (20, 8)):
         made = Passed(
@@ -249,7 +248,7 @@ def test_the_machine_is_found_from_what_its_lanes_took(by: dict[str, float], dis
         )
         took = float(np.sum(true.seconds(policy, passes_that_ran([made]), {})))
         ran.append(replace(made, seconds=took, busy_s=true.lanes(policy, passes_that_ran([made]), {})))
-    result = Adapter(MIXTRAL, policy, speeds, BFLOAT16).learn(policy, ran, {})
+    result = PassPrices(MIXTRAL, policy, speeds, BFLOAT16).learn(policy, ran, {})
     assert result.pop("pass") == pytest.approx(1.0, rel=0.02)
     for lane, factor in result.items():
         assert factor == pytest.approx(by[lane], rel=0.05)

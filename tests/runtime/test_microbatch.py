@@ -15,25 +15,26 @@ from moelight.runtime.microbatch import pack, require
 from tests.shapes import examples
 
 BLOCK = 16
-ROOM = torch.zeros(8, dtype=torch.int64)
+ROOM = torch.zeros(24, dtype=torch.int64)
 
 
 @st.composite
 def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
     """Sequences at any place, generated tokens first, each with blocks of its own."""
-    one = st.tuples(st.integers(1, 40), st.just(1), st.just(True))
+    pooled = draw(st.booleans())  # tokens of decoding sequences, of which none has drafts then
+    one = st.tuples(st.integers(1, 40), st.just(1) if pooled else st.integers(1, 4), st.just(True))
     prompt = st.tuples(st.integers(0, 40), st.integers(1, 40), st.just(False))
     lengths = draw(st.lists(one | prompt, min_size=1, max_size=6))
     free = draw(st.permutations(range(60)))
     made, taken = [], 0
-    for start, count, decodes in sorted(lengths, key=lambda item: not item[2]):
+    for start, count, decodes in sorted(lengths, key=lambda item: (not item[2], item[2] and item[1] > 1)):
         need = -(-(start + count) // BLOCK) + draw(st.integers(0, 2))
         ids = draw(st.lists(st.integers(0, 300), min_size=count, max_size=count))
         blocks = list(free[taken : taken + need])
         taken += need
-        samples = draw(st.booleans())
+        samples = count if decodes else draw(st.integers(0, 1))
         position = len(made) * 3 + 1
-        ids = [] if decodes else ids
+        ids = [] if decodes and pooled else ids
         made.append(Chunk(token_ids=ids, start=start, blocks=blocks, slot=position, samples=samples, decodes=decodes))
     return made
 
@@ -45,32 +46,33 @@ def test_every_token_is_packed_where_its_sequence_says(given_chunks: list[Chunk]
     hidden = torch.zeros(total, 8)
     mb = pack(given_chunks, block_size=BLOCK, hidden=hidden, sampled=ROOM, crossing=None, prefill_only=False)
     assert mb.tokens == total
-    row, prompts, singles, sampled = 0, 0, 0, []
+    row, prompts, decoded, sampled = 0, 0, 0, list[int]()
     for chunk in given_chunks:
         for offset in range(chunk.count):
             position = chunk.start + offset
-            assert chunk.decodes or mb.token_ids[row] == chunk.token_ids[offset]
+            assert not chunk.token_ids or mb.token_ids[row] == chunk.token_ids[offset]
             assert mb.positions[row] == position
             assert mb.cache_slots[row] == chunk.blocks[position // BLOCK] * BLOCK + position % BLOCK
             row += 1
         if chunk.decodes:
-            assert mb.block_tables[singles, : len(chunk.blocks)].tolist() == list(chunk.blocks)
-            assert mb.seq_lens[singles] == chunk.start + 1
-            assert row - 1 == singles, "generated tokens are the first rows"
-            singles += 1
+            for offset in range(chunk.count):
+                assert mb.block_tables[decoded, : len(chunk.blocks)].tolist() == list(chunk.blocks)
+                assert mb.seq_lens[decoded] == chunk.start + offset + 1
+                decoded += 1
+            assert row == decoded, "generated tokens are the first rows"
         else:
             ends, tables, starts = require(mb.packed)
-            assert singles + int(ends[prompts]) == row - chunk.count and singles + int(ends[prompts + 1]) == row
+            assert decoded + int(ends[prompts]) == row - chunk.count and decoded + int(ends[prompts + 1]) == row
             assert starts[prompts] == chunk.start
             assert tables[prompts, : len(chunk.blocks)].tolist() == list(chunk.blocks)
             prompts += 1
-        if chunk.samples:
-            sampled.append(row - 1)
+        sampled += range(row - chunk.samples, row)
     assert prompts == (0 if mb.packed is None else len(mb.packed[2]))
-    assert mb.decoding == singles
+    assert mb.decoding == decoded
     assert mb.sample_rows.tolist() == sampled
-    assert mb.sample_places.tolist() == [chunk.slot for chunk in given_chunks if chunk.samples]
-    assert mb.places.tolist() == [chunk.slot for chunk in given_chunks if chunk.decodes]
+    one_each = all(chunk.samples < 2 for chunk in given_chunks)
+    assert mb.sample_places.tolist() == [chunk.slot for chunk in given_chunks if chunk.samples and one_each]
+    assert mb.places.tolist() == [chunk.slot for chunk in given_chunks if not chunk.token_ids]
     assert mb.sampled.numel() == len(sampled)
     assert not sampled or mb.sampled.data_ptr() == ROOM.data_ptr()
     assert mb.cache_slots.unique().numel() == total, "no two tokens share a place in the cache"
