@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moelight.core.policy import Policy
-    from moelight.core.request import Completion, SamplingParams
+    from moelight.core.request import Completion, PoolingParams, SamplingParams
     from moelight.engine.api import optimize, simulate
     from moelight.engine.engine import Engine
     from moelight.integrations.transformers import attach, auto_attach
@@ -24,6 +24,7 @@ __all__ = [
     "Engine",
     "Plan",
     "Policy",
+    "PoolingParams",
     "SamplingParams",
     "Workload",
     "attach",
@@ -38,6 +39,7 @@ _MODULES = {
     "Engine": "moelight.engine.engine",
     "Plan": "moelight.optimizer.plan",
     "Policy": "moelight.core.policy",
+    "PoolingParams": "moelight.core.request",
     "SamplingParams": "moelight.core.request",
     "Workload": "moelight.profiles.workload",
     "attach": "moelight.integrations.transformers",

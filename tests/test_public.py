@@ -18,6 +18,7 @@ NAMES = [
     "Engine",
     "Plan",
     "Policy",
+    "PoolingParams",
     "SamplingParams",
     "Workload",
     "attach",

@@ -27,7 +27,7 @@ from moelight.batch.model_names import ModelNames
 from moelight.batch.output import refused_write
 from moelight.batch.rows import BadRow
 from moelight.core.errors import ConfigError, InputError
-from moelight.core.request import Request, SamplingParams
+from moelight.core.request import PROMPT_ONLY, Request
 from moelight.core.units import GiB, format_bytes
 from moelight.engine.engine import Engine
 from moelight.engine.options import EngineOptions
@@ -38,7 +38,6 @@ from moelight.profiles.workload import Workload
 
 SPACE_BYTES = 8 * GiB
 RESAMPLES = 2000
-_SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 _MOST_KEPT, _LEAST_KEPT = 4096, 64  # tokens, where not all fit
 _BLOCK_BYTES = 32 << 20  # of float32 logits at a time
 _COVERED = 0.95  # by an interval
@@ -149,7 +148,7 @@ def score_all(
     progress: Callable[[int, int], None],
 ) -> None:
     """Let ``watch`` see the logits of every predicted token of ``prompts`` under ``model``."""
-    requests = [Request(index=index, token_ids=tokens, sampling=_SCORING) for index, tokens in enumerate(prompts)]
+    requests = [Request(index=index, token_ids=tokens, sampling=PROMPT_ONLY) for index, tokens in enumerate(prompts)]
     lengths = [len(tokens) for tokens in prompts]
     workload = Workload(
         num_requests=len(lengths),

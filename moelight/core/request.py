@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from moelight.core.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MOST_SAMPLES = 16_384  # per prompt, and per row over all its prompts if n > 1; vLLM's bound of n
 DEFAULT_RESAMPLINGS, MAX_RESAMPLINGS = 3, 16
 INVALID, TRUNCATED = "structured_output_invalid", "structured_output_truncated"
+LAST, MEAN, CLS = POOLING_TYPES = ("last", "mean", "cls")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 _MOST = sys.float_info.max
 # The least value of integers, and the least and the most of numbers.
@@ -151,6 +155,8 @@ class SamplingParams:
         structured_outputs: the constraint on the text, behind the reasoning if that is split off.
         thinking_token_budget: the most tokens of reasoning, after which it is closed; None: no limit. It applies where
             the reasoning is split off.
+        return_routed_experts: the experts that each token was routed to are returned. The prompt is computed, even if
+            an earlier one begins alike.
 
     Raises:
         InputError: a value is out of range or has the wrong type.
@@ -179,6 +185,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -204,7 +211,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "return_routed_experts"):
             _flag(name, getattr(self, name))
         outputs: object = self.structured_outputs
         if outputs is not None and not isinstance(outputs, StructuredOutputs):
@@ -248,6 +255,48 @@ class SamplingParams:
             if name not in names:
                 raise InputError(f"unknown sampling field {name!r}{did_you_mean(name, names)}", field=name)
         return replace(base or cls(), **{name: value for name, value in values.items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolingParams:
+    """How the final hidden states of a prompt become one embedding. Fields that vLLM also has keep vLLM's names. What
+    is None is as the checkpoint's sentence-transformers files say, if it has them; else `DEFAULT_POOLING`.
+
+    Attributes:
+        pooling_type: ``last`` (the hidden state of the last token), ``mean`` (of all tokens) or ``cls`` (the first).
+        normalize: True if the embedding, after `dimensions`, is divided by its L2 norm.
+        dimensions: only so many first numbers of the embedding are kept (Matryoshka); None: all.
+
+    Raises:
+        InputError: a value is out of range or has the wrong type.
+    """
+
+    pooling_type: str | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling_type is not None and self.pooling_type not in POOLING_TYPES:
+            near = did_you_mean(str(self.pooling_type), POOLING_TYPES)
+            message = f"pooling_type must be last, mean or cls, not {self.pooling_type!r}{near}"
+            raise InputError(message, field="pooling_type")
+        if self.normalize is not None:
+            _flag("normalize", self.normalize)
+        if self.dimensions is not None:
+            _integer("dimensions", self.dimensions, least=1)
+
+    def over(self, defaults: PoolingParams) -> PoolingParams:
+        """These parameters, with those of ``defaults`` where they are None."""
+        stated = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(defaults, **stated)
+
+
+def most_prompt_tokens(sampling: SamplingParams, pooling: PoolingParams | None, context: int) -> int:
+    """The most tokens that a prompt may have, in a context of ``context`` tokens. A token that is generated needs a
+    position; the last one of a prompt that is only scored is not computed and needs none."""
+    if sampling.generates:
+        return context - 1
+    return context + 1 if pooling is None else context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,6 +358,7 @@ class Request:
         scored_from: with ``prompt_logprobs``, the position of the first prompt token that is scored.
         reasoning: how the answer begins if its reasoning is split from its text; None if the text is left whole.
         tools: the tools that the answer may call; None if calls are not read.
+        pooling: how the prompt becomes an embedding, with `PROMPT_ONLY`; None if it does not.
     """
 
     index: int
@@ -317,6 +367,20 @@ class Request:
     scored_from: int = 1
     reasoning: ReasoningStart | None = None
     tools: ToolRequest | None = None
+    pooling: PoolingParams | None = None
+
+    def most_tokens(self, context: int) -> int:
+        """The most tokens that the prompt may have, in a context of ``context`` tokens."""
+        return most_prompt_tokens(self.sampling, self.pooling, context)
+
+    @property
+    def pooled(self) -> range:
+        """Positions of the prompt whose final hidden states are pooled."""
+        if self.pooling is None:
+            return range(0)
+        tokens = len(self.token_ids)
+        by_type = {LAST: range(tokens - 1, tokens), MEAN: range(tokens), CLS: range(1)}
+        return by_type[self.pooling.pooling_type or LAST]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,6 +429,22 @@ class ToolCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RequestMetrics:
+    """Seconds of one answer. Tokens of one pass come at one time.
+
+    Attributes:
+        queue_s: from the arrival of the request until its first pass was packed.
+        first_token_s: from then to the first token, also one of an answer that was generated again; None if nothing was
+            generated.
+        generation_s: from the first token to the last; None if nothing was generated.
+    """
+
+    queue_s: float
+    first_token_s: float | None = None
+    generation_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One answer to one request.
 
@@ -389,6 +469,13 @@ class Completion:
         attempts: how often the answer was generated until it was valid, or until ``resamplings`` were used up;
             ``discarded_tokens``: the tokens of all attempts but the last.
         tool_calls: calls of tools, which are not in the text.
+        embedding: float32 [dimensions], of a request with `PoolingParams`.
+        prompt_routed_experts: with ``return_routed_experts``, int16 [prompt tokens, layers with experts, k]: the ids
+            of the experts that compute each prompt token, in ascending order; without the last token if nothing is
+            generated.
+        routed_experts: the same of the generated tokens; the last one is missing if it was not computed, because
+            ``max_tokens`` or a stop text ended the answer.
+        metrics: the seconds that the answer took.
     """
 
     index: int
@@ -409,11 +496,29 @@ class Completion:
     attempts: int = 1
     discarded_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
+    embedding: np.ndarray | None = field(default=None, compare=False)
+    prompt_routed_experts: np.ndarray | None = field(default=None, compare=False)
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    metrics: RequestMetrics | None = field(default=None, compare=False)
 
     @property
     def completion_tokens(self) -> int:
         """Generated tokens, without the closing eos or stop token."""
         return len(self.token_ids)
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from the arrival of the request to the first token; None if there is none."""
+        if self.metrics is None or self.metrics.first_token_s is None:
+            return None
+        return self.metrics.queue_s + self.metrics.first_token_s
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """Mean seconds from one token to the next; None below two."""
+        if self.metrics is None or self.metrics.generation_s is None or self.completion_tokens < 2:
+            return None
+        return self.metrics.generation_s / (self.completion_tokens - 1)
 
 
 def _wrong_structure(text: str) -> InputError:
@@ -465,3 +570,7 @@ def _number(field: str, value: object, *, low: float, high: float, part: str = "
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         bound = f"at least {low:g}" if high == _MOST else f"between {low:g} and {high:g}"
         raise InputError(f"{field}{part} must be a finite number {bound}, not {value!r}", field=field)
+
+
+PROMPT_ONLY = SamplingParams(max_tokens=0, prompt_logprobs=0)  # of a prompt after which nothing is generated
+DEFAULT_POOLING = PoolingParams(pooling_type=LAST, normalize=False)

@@ -1,11 +1,12 @@
 """The batcher: admits sequences, packs the next pass into micro-batches (the paper's Algorithm 2, corrected), and keeps
-the prefix cache. Depends only on requests, KV blocks and token counts."""
+the prefix cache. Depends only on requests, KV blocks, token counts and the clock."""
 
 from __future__ import annotations
 
 import bisect
 import hashlib
 import heapq
+import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,8 @@ class PrefixCache:
 
     def find(self, sequence: RunningSequence) -> list[int]:
         """Return, in order, the blocks of the longest known prefix of a prompt; promised blocks only if the wait is
-        worthwhile. At least one token and every token whose logits are scored remain to be computed."""
+        worthwhile. At least one token, and every token whose logits are scored, whose hidden state is pooled or whose
+        experts are returned, remain to be computed."""
         if not self._enabled:
             return []
         request = sequence.request
@@ -57,7 +59,11 @@ class PrefixCache:
             regime = 0 if rule is None else rule.regime(prompt)
             sequence.keys = keys_of(request.token_ids[: sequence.prompt_tokens], self._size, regime)
         limit = sequence.prompt_tokens - 1
-        if request.sampling.prompt_logprobs is not None:
+        if request.sampling.return_routed_experts:
+            return []
+        if request.pooling is not None:
+            limit = request.pooled.start
+        elif request.sampling.prompt_logprobs is not None:
             limit = min(limit, request.scored_from - 1)
         blocks: list[int] = []
         cached = 0
@@ -144,6 +150,8 @@ class RunningSequence:
             ``max_tokens``.
         number: place in the order of first admission; `NOT_ADMITTED` before it.
         reserved: generated tokens for which blocks were reserved at the first admission.
+        arrival_s: when the request was taken, on the clock of `time.perf_counter`; ``scheduled_s``: when it was first
+            admitted; ``first_token_s``: when its first token was collected.
     """
 
     request: Request
@@ -164,12 +172,15 @@ class RunningSequence:
     grows: bool = False
     number: int = NOT_ADMITTED
     reserved: int = 0
+    arrival_s: float = field(default_factory=time.perf_counter)
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens to compute: all, or all but the last if nothing is generated."""
+        """Prompt tokens to compute: all, or all but the last if the prompt is only scored."""
         tokens = len(self.request.token_ids)
-        return tokens if self.max_tokens > 0 else max(1, tokens - 1)
+        return tokens if self.max_tokens > 0 or self.request.pooling is not None else max(1, tokens - 1)
 
     @property
     def waiting_tokens(self) -> int:
@@ -216,7 +227,7 @@ class SequenceChunk:
     def scored(self) -> range:
         """Prompt positions to score whose preceding token is in this chunk."""
         request = self.sequence.request
-        if request.sampling.prompt_logprobs is None or self.anew:
+        if request.sampling.prompt_logprobs is None or request.pooling is not None or self.anew:
             return range(0)
         first, last = max(request.scored_from, self.start + 1), min(self.start + self.count, len(request.token_ids) - 1)
         return range(first, max(first, last + 1))
@@ -229,6 +240,13 @@ class SequenceChunk:
     def samples(self) -> int:
         """The number of last rows that are followed by a chosen token: one, and one for each draft."""
         return 1 + len(self.drafts) if self.completes and self.sequence.max_tokens else 0
+
+    @property
+    def pooled(self) -> range:
+        """Prompt positions in this chunk whose final hidden states are pooled."""
+        positions = self.sequence.request.pooled
+        first, end = max(positions.start, self.start), min(positions.stop, self.start + self.count)
+        return range(first, max(first, end))
 
     @property
     def earlier(self) -> int:
@@ -576,6 +594,8 @@ class Batcher:
         self._pool.share(shared)
         new_blocks = self._pool.take(need)
         first.slot = self._places.pop()
+        if first.scheduled_s is None:
+            first.scheduled_s = time.perf_counter()
         self._running[first] = None
         if first.grows:
             self._growing[first] = None

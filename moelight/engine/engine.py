@@ -6,22 +6,25 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError, InputError, MoelightError, did_you_mean
 from moelight.core.policy import Adaptation, Policy
-from moelight.core.request import Completion, Request, SamplingParams
+from moelight.core.request import PROMPT_ONLY, Completion, PoolingParams, Request, SamplingParams
 from moelight.core.timeline import Timeline
 from moelight.core.units import format_bytes
 from moelight.engine.adaptation import PassAdaptation
 from moelight.engine.batcher import Batcher, Propose
 from moelight.engine.call_constraints import CallConstraints
+from moelight.engine.chat import Conversation, check_messages
 from moelight.engine.constraints import Constraints
 from moelight.engine.drafts import NgramDrafts
 from moelight.engine.experts import choices_for
@@ -37,7 +40,9 @@ from moelight.engine.planning import (
     speeds_for,
     stage_pages,
 )
+from moelight.engine.pooling import stack_embeddings
 from moelight.engine.reasoning import OFF, check_mode, reasoning_start
+from moelight.engine.routing import check_routing
 from moelight.engine.speculation import DraftPrices, Speculation, drafts_refusal
 from moelight.engine.tokenizer import Tokenizer
 from moelight.experts.profile import save_profile
@@ -52,6 +57,7 @@ from moelight.paging.arena import PinningError
 from moelight.paging.kv import BlockPool
 from moelight.profiles.gguf_choice import unread_encoder
 from moelight.profiles.model import ModelProfile
+from moelight.profiles.pooling import check_dimensions, resolve_pooling
 from moelight.profiles.workload import EXPECTED_GEN_LEN, Workload
 from moelight.runtime.executor import Idle
 from moelight.runtime.machine import (
@@ -75,9 +81,11 @@ def requests_from(
     tokenizer: Tokenizer,
     *,
     reasoning: str = OFF,
+    add_generation_prompt: bool = True,
 ) -> list[Request]:
     """Return one request per prompt, in order; raises InputError for a prompt of unknown form or unequal counts. With
-    ``reasoning`` ``auto``, the reasoning in answers to messages is split off."""
+    ``reasoning`` ``auto``, the reasoning in answers to messages is split off; ``add_generation_prompt``: messages open
+    the assistant's turn."""
     if not isinstance(prompts, Iterable):
         raise InputError(f"prompts must be a prompt or a sequence of them, not {prompts!r}")
     many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)  # type: ignore[arg-type]
@@ -91,14 +99,14 @@ def requests_from(
         raise InputError(f"{len(sampling)} sampling_params were given for {len(many)} prompts; give one, or one each")
     requests = []
     for index, (prompt, how) in enumerate(zip(many, sampling, strict=True)):
-        token_ids, start = _token_ids(prompt, index, tokenizer), None
+        token_ids, start = _token_ids(prompt, index, tokenizer, add_generation_prompt), None
         if reasoning == AUTO and isinstance(prompt, Mapping) and "messages" in prompt:
             start = reasoning_start(tokenizer, prompt["messages"], token_ids)
         requests.append(Request(index=index, token_ids=token_ids, sampling=how, reasoning=start))
     return requests
 
 
-def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer, add_generation_prompt: bool) -> tuple[int, ...]:
     form, value = "prompt" if isinstance(prompt, str) else "prompt_token_ids", prompt
     if isinstance(prompt, Mapping):
         for key in prompt:
@@ -108,7 +116,8 @@ def _token_ids(prompt: Prompt, index: int, tokenizer: Tokenizer) -> tuple[int, .
             raise InputError(f"prompt {index}: needs exactly one of {', '.join(_FORMS)}")
         ((form, value),) = prompt.items()
     if form == "messages":
-        return tuple(tokenizer.render(value))
+        conversation = Conversation(messages=check_messages(value), add_generation_prompt=add_generation_prompt)
+        return tuple(tokenizer.render(conversation))
     if form == "prompt" and isinstance(value, str):
         return tuple(tokenizer.encode(value))
     ids = value if form == "prompt_token_ids" and isinstance(value, Sequence) and not isinstance(value, str) else [None]
@@ -170,6 +179,7 @@ class Engine:
         run_policy = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if options.device == AUTO and not run_policy.discrete else options.device)
         source = source or open_model(run_policy.model)
+        self._directory = source.directory
         self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
         resolved = resolve(run_policy, self.profile, discrete=machine.discrete, device=machine.device)
         dtype = weight_dtype(resolved, source, machine)
@@ -275,7 +285,29 @@ class Engine:
         Arguments and errors are those of `generate`. No other call can generate until the iterator is exhausted or
         closed.
         """
-        requests = requests_from(prompts, sampling_params, self.tokenizer, reasoning=self._reasoning)
+        return self._run_checked(requests_from(prompts, sampling_params, self.tokenizer, reasoning=self._reasoning))
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None) -> np.ndarray:
+        """The embeddings of all prompts, float32 [prompts, dimensions], in their order: their final hidden states
+        (transformers' ``last_hidden_state``), pooled. Nothing is generated.
+
+        Args:
+            prompts: as for `generate`; the chat template opens no turn of the assistant after messages.
+            pooling_params: None, or what is None in them: as the checkpoint's sentence-transformers files say, if it
+                has them, else the hidden state of the last token.
+
+        Raises:
+            InputError: a prompt cannot be served (nothing has been computed then), or its hidden states are not finite.
+            ConfigError: the checkpoint names a pooling, or modules after it, that are not implemented.
+        """
+        asked = resolve_pooling(self._directory, pooling_params or PoolingParams())
+        check_dimensions(asked, self.profile.hidden_size)
+        requests = requests_from(prompts, PROMPT_ONLY, self.tokenizer, add_generation_prompt=False)
+        completions = self._run_checked([replace(request, pooling=asked) for request in requests])
+        return stack_embeddings(completions, len(requests), asked.dimensions or self.profile.hidden_size)
+
+    def _run_checked(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """`run`, if every request passes `check`."""
         for request in requests:
             try:
                 self.check(request)
@@ -303,6 +335,7 @@ class Engine:
                 code="kv_capacity_exceeded",
             )
         self._batcher.check_buffer(longest)
+        check_routing(request.sampling, self.profile)
         if request.sampling.structured_outputs is not None:
             self._constraints.check(request.sampling.structured_outputs)
         if request.tools is not None:
@@ -427,7 +460,7 @@ class Engine:
         """The completions that a pass finishes, and whether the next pass may be another one than was packed: a
         sequence finished, or is generated again."""
         running = len(self._batcher.running)
-        finished = outputs.collect(self._batcher, landed.plans, tokens)
+        finished = outputs.collect(self._batcher, landed.plans, tokens, landed.routing)
         before_s, self._collected_s = self._collected_s, time.perf_counter()
         seconds = self._collected_s - before_s
         if self._adapting is not None:
@@ -470,7 +503,14 @@ class Engine:
         if packed is None:
             return None
         self._batcher.launched(packed.plans)
-        return self._loaded.launch(packed, outputs.choose, outputs.score, follows=self._batcher.busy)
+        return self._loaded.launch(
+            packed,
+            outputs.choose,
+            outputs.score,
+            outputs.pool_hidden,
+            follows=self._batcher.busy,
+            captures_routing=outputs.captures_routing,
+        )
 
     @property
     def stats(self) -> RunStats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,29 +24,34 @@ from moelight.paging.residency import ModelFacts, ResidencyManager
 from moelight.profiles.model import ModelProfile
 from moelight.runtime.host_copy import HostCopy
 
-Record = Callable[[int, np.ndarray, np.ndarray], None]  # called with a layer, its expert ids and weights [T, k]
+# Called with a micro-batch, a layer, and the expert ids and weights [T, k] of its tokens.
+Record = Callable[[int, int, np.ndarray, np.ndarray], None]
 
 
 class RoutingWatch:
-    """Passes the routing decisions of one pass to ``record``, on a device (``later``) once the pass has ended: tasks of
-    a device wait for nothing that they compute; and the experts' inputs to ``inputs``."""
+    """Passes the routing decisions of one pass to each of ``records``, on a device (``later``) once the pass has ended:
+    tasks of a device wait for nothing that they compute; and the experts' inputs to ``inputs``."""
 
-    def __init__(self, record: Record, *, later: bool, inputs: Callable[[int, Routed], None] | None = None) -> None:
-        self._record, self._later, self._inputs = record, later, inputs
-        self._coming: list[tuple[int, HostCopy]] = []
+    def __init__(
+        self, records: Sequence[Record], *, later: bool, inputs: Callable[[int, Routed], None] | None = None
+    ) -> None:
+        self._records, self._later, self._inputs = records, later, inputs
+        self._coming: list[tuple[int, int, HostCopy]] = []
 
-    def __call__(self, layer: int, routed: Routed) -> None:
+    def __call__(self, micro_batch: int, layer: int, routed: Routed) -> None:
         if self._inputs is not None:
             self._inputs(layer, routed)
-        self._coming.append((layer, HostCopy(routed.ids, routed.weights)))
+        self._coming.append((micro_batch, layer, HostCopy(routed.ids, routed.weights)))
         if not self._later:
             self.finish()
 
     def finish(self) -> None:
         """Record the decisions that were not recorded yet, in their order."""
         coming, self._coming = self._coming, []
-        for layer, routing in coming:
-            self._record(layer, *routing.wait())
+        for micro_batch, layer, routing in coming:
+            ids, weights = routing.wait()
+            for record in self._records:
+                record(micro_batch, layer, ids, weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,20 +88,19 @@ class ExpertRuntime:
         )
         return ids[placed.computed]
 
-    def watch(self, *, small: bool) -> RoutingWatch | None:
-        """The callback for every routing decision of a (``small``: on-demand) pass; None if nothing observes them."""
+    def records(self, *, small: bool) -> list[Record]:
+        """What receives every routing decision of a (``small``: on-demand) pass."""
         notes, trace = self.notes and not small, self.trace  # an on-demand pass records its own routing
-        if not notes and trace is None and self.inputs is None:
-            return None
 
-        def record(layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
-            if notes:
-                with self.residency.turn:
-                    self.residency.note(layer, ids, weights)
+        def note(_: int, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
+            with self.residency.turn:
+                self.residency.note(layer, ids, weights)
+
+        def write(_: int, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
             if trace is not None:
                 trace.write(layer, ids, weights)
 
-        return RoutingWatch(record, later=self.discrete, inputs=self.inputs)
+        return [*([note] if notes else ()), *([] if trace is None else [write])]
 
 
 def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> float:

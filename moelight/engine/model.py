@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from moelight.core.errors import CheckpointError, InputError
 from moelight.core.policy import Policy
-from moelight.core.request import SamplingParams, ToolRequest
+from moelight.core.request import PoolingParams, SamplingParams, ToolRequest
 from moelight.core.small_files import open_regular, read_bytes, read_error_text
 from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraints
 from moelight.engine.options import EngineOptions
+from moelight.engine.routing import check_routing
 from moelight.engine.tiktoken_file import TIKTOKEN
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES, Tokenizer
 from moelight.engine.tool_calls import find_tool_format
@@ -28,6 +29,7 @@ from moelight.optimizer.simulation import SimulationSetup
 from moelight.profiles.gguf import gguf_parts
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.model_files import load_model_profile
+from moelight.profiles.pooling import MODULES, POOLING_CONFIGS, resolve_pooling
 from moelight.profiles.workload import Workload
 from moelight.weights.source import resolve_model
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 # Sequences that are running when a job is killed are computed again, and each costs some kilobytes of Python objects:
 # plan more than this many at a time only if they make the job faster by more than the error of predictions.
 _MANY, _AS_FAST = 4096, 0.85
-_CONFIG = ("config.json", "generation_config.json")
+_CONFIG = ("config.json", "generation_config.json", MODULES, POOLING_CONFIGS)
 _TEXT = (
     "tokenizer.json",
     "tokenizer.model",
@@ -77,6 +79,10 @@ class LazyModel:
     def context(self) -> int:
         return self.profile.max_positions
 
+    def pooling(self, asked: PoolingParams) -> PoolingParams:
+        """``asked`` over the pooling of the checkpoint (`resolve_pooling`)."""
+        return resolve_pooling(self.directory, asked)
+
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
 
@@ -95,6 +101,7 @@ class LazyModel:
         for token in (*sampling.stop_token_ids, *(sampling.logit_bias or ()), *(sampling.allowed_token_ids or ())):
             if token >= vocab_size:
                 raise InputError(f"token id {token} is not below the vocabulary's {vocab_size}", code="bad_token_id")
+        check_routing(sampling, self.profile)
         self.check_structure(sampling)
 
     def check_structure(self, sampling: SamplingParams) -> tuple[str, ...]:

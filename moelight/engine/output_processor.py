@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from copy import copy
@@ -23,6 +24,7 @@ from moelight.core.request import (
     Completion,
     Logprob,
     Request,
+    RequestMetrics,
     SamplingParams,
     StructureError,
     ToolCall,
@@ -31,7 +33,9 @@ from moelight.engine.batcher import Batcher, MicroBatchPlan, RunningSequence, Sa
 from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.constraints import Constraint, Constraints, bits, without
 from moelight.engine.detokenizer import BadWords, StopMatcher, TokenTexts, cut_at_stop, without_unfinished
+from moelight.engine.pooling import Pooling, pool_rows
 from moelight.engine.reasoning import AnswerSplit, Thinking, reasoning_format
+from moelight.engine.routing import PassRouting, SequenceRouting
 from moelight.engine.sampling import (
     CHANGE_BYTES,
     NOT_FINITE,
@@ -53,6 +57,7 @@ ScoreRows: TypeAlias = MutableSequence[tuple[Scores, int]]  # scores of several 
 ScoreWatch: TypeAlias = Callable[[Sequence[tuple[int, int]], Tensor], None]
 UNCHANGED = Change()
 RESAMPLING_TEMPERATURE = 0.7  # of greedy rows, whose first attempt would only be repeated
+NO_HIDDEN = "the model's hidden states are not finite"
 NO_LOGITS = (
     "the model's logits are not finite: its weights hold infinities or NaNs, or its activations leave the range of "
     "their dtype; use a sound checkpoint, or a wider dtype"
@@ -322,7 +327,10 @@ class OutputProcessor:
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._ending = {NOT_FINITE, *self._eos}
         self._states: dict[RunningSequence, SequenceState] = {}
+        self._poolings: dict[RunningSequence, Pooling] = {}
+        self._routings: dict[RunningSequence, SequenceRouting] = {}
         self._historians = self._watching = 0
+        self._collected_s = 0.0
         self._warned = False
         self.tokens = self.ended_tokens = self.ended_most = 0
         # None stands for `no request at present`.
@@ -350,8 +358,12 @@ class OutputProcessor:
 
     def _track(self, sequence: RunningSequence) -> None:
         """Create the state of ``sequence``, if it needs one."""
-        how = sequence.request.sampling
-        if how.stop or _changes(how) or how.logprobs is not None or how.prompt_logprobs is not None:
+        how, pooling = sequence.request.sampling, sequence.request.pooling
+        if how.return_routed_experts:
+            self._routings[sequence] = SequenceRouting()
+        if pooling is not None:
+            self._poolings[sequence] = Pooling(pooling)
+        elif how.stop or _changes(how) or how.logprobs is not None or how.prompt_logprobs is not None:
             state = SequenceState(sequence.request, self._tokenizer, self._constraints)
             self._states[sequence] = state
             self._historians += state.needs_history
@@ -365,6 +377,11 @@ class OutputProcessor:
         how = sequence.request.sampling
         ends = how.stop_token_ids if how.ignore_eos else (*how.stop_token_ids, *self._eos)
         return drafts[: next((at for at, token in enumerate(drafts) if token in ends), len(drafts))]
+
+    @property
+    def captures_routing(self) -> bool:
+        """True if the experts of some sequence are to be returned."""
+        return bool(self._routings)
 
     @property
     def needs_history(self) -> bool:
@@ -414,15 +431,31 @@ class OutputProcessor:
                 wanted.append((row, sequence.request.sampling.prompt_logprobs or 0, state.prompt))
         _score(logits, targets, wanted)
 
+    def pool_hidden(self, chunks: Sequence[SequenceChunk], hidden: Tensor) -> None:
+        """Pool the final hidden states ``hidden`` [P, H] of the pooled positions of ``chunks``."""
+        pooled = [chunk for chunk in chunks if chunk.pooled]
+        sums = pool_rows(hidden, [len(chunk.pooled) for chunk in pooled])
+        for chunk, row in zip(pooled, sums, strict=True):
+            if (pooling := self._poolings.get(chunk.sequence)) is not None:
+                pooling.add(row, len(chunk.pooled))
+
     def may_end(self, tokens: Sequence[Sequence[int]]) -> bool:
         """True if ``tokens`` may finish some sequence before its maximum length."""
         return self._watching > 0 or any(not self._ending.isdisjoint(new) for new in tokens)
 
     def collect(
-        self, batcher: Batcher, plans: Sequence[MicroBatchPlan], tokens: Sequence[Sequence[int]]
+        self,
+        batcher: Batcher,
+        plans: Sequence[MicroBatchPlan],
+        tokens: Sequence[Sequence[int]],
+        routing: PassRouting | None = None,
     ) -> list[Completion]:
-        """Append each new token to its sequence; return the completions of the sequences that finish."""
+        """Append each new token to its sequence; return the completions of the sequences that finish. ``routing``: the
+        experts of the pass."""
         finished = []
+        self._collected_s = time.perf_counter()
+        if routing is not None:
+            self._keep_routing(plans, tokens, routing)
         for load, new in zip(plans, tokens, strict=True):
             arriving = iter(new)
             for chunk in load.chunks:
@@ -440,6 +473,7 @@ class OutputProcessor:
                     self.ended_tokens += len(sequence.generated)
                     self.ended_most += sequence.reserved
                     completion = self._completion(sequence, end)
+                    self._poolings.pop(sequence, None)
                     if (state := self._states.pop(sequence, None)) is not None:
                         self._historians -= state.needs_history
                         self._watching -= state.matcher is not None
@@ -448,6 +482,19 @@ class OutputProcessor:
                     else:
                         finished.append(completion)
         return finished
+
+    def _keep_routing(
+        self, plans: Sequence[MicroBatchPlan], tokens: Sequence[Sequence[int]], routing: PassRouting
+    ) -> None:
+        """Keep the experts of all rows but those of drafts that were not accepted."""
+        for j, (load, new) in enumerate(zip(plans, tokens, strict=True)):
+            first, experts, arriving = 0, routing.of(j), iter(new)
+            for chunk in load.chunks:
+                accepted = chunk.accepted(list(islice(arriving, chunk.samples)))
+                if (routed := self._routings.get(chunk.sequence)) is not None:
+                    count = chunk.count - len(chunk.drafts) + accepted
+                    routed.put(chunk.start, experts[first : first + count])
+                first += chunk.count
 
     def _resamples(self, sequence: RunningSequence, end: SequenceEnd, completion: Completion) -> bool:
         """True if the answer is to be generated again, since its structure is not the one asked for."""
@@ -473,6 +520,9 @@ class OutputProcessor:
             sample=sequence.sample,
             grows=sequence.grows,
             number=sequence.number,
+            arrival_s=sequence.arrival_s,
+            scheduled_s=sequence.scheduled_s,
+            first_token_s=sequence.first_token_s,
             attempt=attempt,
             discarded=sequence.discarded + len(sequence.generated),
         )
@@ -527,8 +577,12 @@ class OutputProcessor:
                 self._warned = True
                 _log.warning(reason)
             return SequenceEnd("error", stop=reason, code="not_finite")
+        if (pooling := self._poolings.get(sequence)) is not None and not pooling.finite:
+            return SequenceEnd("error", stop=NO_HIDDEN + self._range_lost(), code="not_finite")
         if token is None:
             return SequenceEnd("length")
+        if sequence.first_token_s is None:
+            sequence.first_token_s = self._collected_s
         end = None
         if token in self._eos and not how.ignore_eos:
             end = SequenceEnd("stop", closing=token)
@@ -545,8 +599,9 @@ class OutputProcessor:
         return SequenceEnd("length") if len(sequence.generated) >= sequence.max_tokens else None
 
     def _completion(self, sequence: RunningSequence, end: SequenceEnd) -> Completion:
-        request, state = sequence.request, self._states.get(sequence)
-        ids, start = sequence.generated, request.reasoning
+        request, state, pooling = sequence.request, self._states.get(sequence), self._poolings.get(sequence)
+        ids, start, prompt = sequence.generated, request.reasoning, len(request.token_ids)
+        routing = None if (routed := self._routings.pop(sequence, None)) is None else routed.experts()
         split = None if start is None else AnswerSplit(start, self._tokenizer, ids)
         answer = self._read_answer(sequence, end, split)
         logprobs, total = None, None
@@ -561,7 +616,7 @@ class OutputProcessor:
             finish_reason="tool_calls" if answer.calls and end.reason == "stop" else end.reason,
             stop_reason=answer.stop,
             error_code=end.code,
-            prompt_tokens=len(request.token_ids),
+            prompt_tokens=prompt,
             cached_tokens=sequence.cached,
             logprobs=logprobs,
             cumulative_logprob=total,
@@ -572,6 +627,19 @@ class OutputProcessor:
             attempts=sequence.attempt + 1,
             discarded_tokens=sequence.discarded,
             tool_calls=answer.calls,
+            embedding=None if pooling is None or end.code else pooling.embedding(),
+            prompt_routed_experts=None if routing is None else routing[:prompt],
+            routed_experts=None if routing is None else routing[prompt : prompt + len(ids)],
+            metrics=self._metrics(sequence),
+        )
+
+    def _metrics(self, sequence: RunningSequence) -> RequestMetrics:
+        scheduled_s = sequence.arrival_s if sequence.scheduled_s is None else sequence.scheduled_s
+        queue_s, first_s = scheduled_s - sequence.arrival_s, sequence.first_token_s
+        if first_s is None:
+            return RequestMetrics(queue_s=queue_s)
+        return RequestMetrics(
+            queue_s=queue_s, first_token_s=first_s - scheduled_s, generation_s=self._collected_s - first_s
         )
 
     def _read_answer(self, sequence: RunningSequence, end: SequenceEnd, split: AnswerSplit | None) -> _Answer:
@@ -638,8 +706,7 @@ def check_tokens(request: Request, vocab_size: int, max_positions: int) -> None:
         raise InputError("the prompt has no tokens", code="empty_prompt")
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
         raise InputError(f"token ids must be below the vocabulary's {vocab_size}", code="bad_token_id")
-    # A token that is only scored is not computed, and needs no position.
-    if tokens > (max_positions - 1 if how.generates else max_positions + 1):
+    if tokens > request.most_tokens(max_positions):
         raise InputError(
             f"the prompt has {tokens} tokens, the model's context is {max_positions}", code="context_length_exceeded"
         )

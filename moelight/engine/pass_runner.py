@@ -18,6 +18,7 @@ from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan, SampledRow, SequenceChunk
 from moelight.engine.experts import ExpertRuntime, RoutingWatch
 from moelight.engine.loaded_model import LoadedModel, refuse_prediction
+from moelight.engine.routing import PassRouting
 from moelight.hrm.footprint import pass_tokens
 from moelight.hrm.placement import moved
 from moelight.kernels.arguments import one_thread_for_torch
@@ -26,6 +27,7 @@ from moelight.kernels.device import Device
 from moelight.kernels.layer import MOST_TOKENS
 from moelight.optimizer.adapter import Allocation
 from moelight.paging.ring import RingPager
+from moelight.runtime import ops
 from moelight.runtime.context import Chunk, find_added, find_context
 from moelight.runtime.executor import PassInFlight
 from moelight.runtime.machine import Machine
@@ -37,6 +39,7 @@ from moelight.weights.tensor_map import OpenCheckpoint
 
 Choose = Callable[[Sequence[SampledRow], Tensor], Tensor]
 Score = Callable[[Sequence[SequenceChunk], int, Tensor, Tensor], None]
+PoolHidden = Callable[[Sequence[SequenceChunk], Tensor], None]
 _SCHEDULES_KEPT = 256
 
 
@@ -49,6 +52,7 @@ class PackedPass:
     shapes: tuple[MicroBatchShape, ...]
     in_flight: PassInFlight | None = None
     watch: RoutingWatch | None = None
+    routing: PassRouting | None = None
 
 
 class ScheduleCache:
@@ -83,7 +87,7 @@ class PassRunner:
         self.pool, self.dtype, self.close = model.pool, model.dtype, model.close
         self._policy, self._allocation = policy, Allocation(source.profile, policy, model.dtype)
         self._schedules = ScheduleCache(policy.schedule, model.layout)
-        self._experts = experts
+        self._experts, self._discrete = experts, machine.discrete
         self._residents = 0  # the version of the residents that the layout describes
         self._streaming, self._position = True, 0  # the last pass was a whole one; position of the page stream
         model.pages.follow(model.layout.streamed, model.layout.computed)
@@ -124,14 +128,23 @@ class PassRunner:
         shapes = tuple(self._shape(load, mb) for load, mb in zip(plans, micro_batches, strict=True))
         return PackedPass(plans=plans, micro_batches=micro_batches, shapes=shapes)
 
-    def launch(self, packed: PackedPass, choose: Choose, score: Score | None = None, *, follows: bool) -> PackedPass:
+    def launch(
+        self,
+        packed: PackedPass,
+        choose: Choose,
+        score: Score | None = None,
+        pool_hidden: PoolHidden | None = None,
+        *,
+        follows: bool,
+        captures_routing: bool = False,
+    ) -> PackedPass:
         """Launch a pass, possibly behind one in flight; ``follows``: another pass follows, so its first pages may be
         prefetched.
 
         ``choose(rows, logits)`` picks the tokens that follow these rows of completing chunks on the device of the
-        logits;
-        ``score(chunks, first, logits, targets)`` scores prompt tokens of a micro-batch, ``first`` being its first
-        scored row.
+        logits; ``score(chunks, first, logits, targets)`` scores prompt tokens of a micro-batch, ``first`` being its
+        first scored row; ``pool_hidden(chunks, hidden)`` pools the final hidden states of a micro-batch. With
+        ``captures_routing``, ``routing`` of the result has the experts of all tokens once it has landed.
         """
         tokens = sum(load.tokens for load in packed.plans)
         model, pager = self.model, self._pager_for(tokens)
@@ -141,7 +154,8 @@ class PassRunner:
                 require(model.pager).land()  # the ring now belongs to the streamed pages
             self._follow_residents()
         ahead = pager is not None and self._policy.schedule != "serial" and pager.residency.ahead
-        packed.watch = None if self._experts is None else self._experts.watch(small=pager is not None)
+        packed.routing = PassRouting() if captures_routing else None
+        packed.watch = self._watch(packed.routing, small=pager is not None)
         in_place = pager is None and packed.watch is None and model.operations.whole_layers
         shape = PassShape(
             micro_batches=packed.shapes,
@@ -153,16 +167,6 @@ class PassRunner:
             predict_experts=ahead and require(pager).residency.predicts_experts and model.operations.predicts,
             whole_layers=in_place and tokens <= MOST_TOKENS,
         )
-        completing = [
-            [SampledRow(chunk, at) for chunk in load.chunks for at in range(chunk.samples)] for load in packed.plans
-        ]
-
-        def sample(j: int, first: int, logits: Tensor) -> Tensor:
-            return choose(completing[j][first : first + len(logits)], logits)
-
-        def note(j: int, first: int, logits: Tensor, targets: Tensor) -> None:
-            require(score)(packed.plans[j].chunks, first, logits, targets)
-
         schedule = self._schedules.find(shape)
         if pager is not None:
             pager.begin(*self._in_ring(shape.prefetched))
@@ -177,8 +181,18 @@ class PassRunner:
         self._position += schedule.stream_advance
         self._streaming = pager is None
         with one_thread_for_torch() if tokens <= MOST_TOKENS else nullcontext():
-            packed.in_flight = model.executor.launch(schedule, model.operations.bind(pass_pages, sample, note))
+            results = _results(packed.plans, choose, score, pool_hidden)
+            packed.in_flight = model.executor.launch(schedule, model.operations.bind(pass_pages, *results))
         return packed
+
+    def _watch(self, routing: PassRouting | None, *, small: bool) -> RoutingWatch | None:
+        """The callback for every routing decision of a (``small``: on-demand) pass; None if nothing observes them."""
+        experts = self._experts
+        records = [] if experts is None else experts.records(small=small)
+        if routing is not None:
+            records.append(routing.record)
+        inputs = None if experts is None else experts.inputs
+        return RoutingWatch(records, later=self._discrete, inputs=inputs) if records or inputs is not None else None
 
     def _use_graphs(self, micro_batches: Sequence[MicroBatch], *, reads: bool) -> None:
         """Launch the pass from CUDA graphs, if they serve it; ``reads``: the host reads its routing."""
@@ -265,7 +279,7 @@ class PassRunner:
         return MicroBatchShape(
             tokens=load.tokens,
             prefill_only=load.prefill_only,
-            samples=mb.sampled.numel() + mb.targets.numel() > 0,
+            samples=mb.sampled.numel() + mb.targets.numel() + mb.pooled_rows.numel() > 0,
             context=0 if context is None else context.tokens,
             continues=context is not None and any(chunk.start > chunk.sequence.computed for chunk in load.chunks),
             device_tokens=0 if added is None else added.device_count,
@@ -282,8 +296,26 @@ class PassRunner:
             mb.context = find_context(chunks, block_size=size, window=window, host_slots=host_slots, form=form)
 
 
+def _results(
+    plans: Sequence[MicroBatchPlan], choose: Choose, score: Score | None, pool_hidden: PoolHidden | None
+) -> tuple[ops.Sample, ops.Score, ops.PoolHidden]:
+    """What takes the results of micro-batches by their number, for `Operations.bind`."""
+    completing = [[SampledRow(chunk, at) for chunk in load.chunks for at in range(chunk.samples)] for load in plans]
+
+    def sample(j: int, first: int, logits: Tensor) -> Tensor:
+        return choose(completing[j][first : first + len(logits)], logits)
+
+    def note(j: int, first: int, logits: Tensor, targets: Tensor) -> None:
+        require(score)(plans[j].chunks, first, logits, targets)
+
+    def pool(j: int, hidden: Tensor) -> None:
+        require(pool_hidden)(plans[j].chunks, hidden)
+
+    return sample, note, pool
+
+
 def _chunk(chunk: SequenceChunk) -> Chunk:
-    sequence, scored = chunk.sequence, chunk.scored
+    sequence, scored, pooled = chunk.sequence, chunk.scored, chunk.pooled
     return Chunk(
         token_ids=chunk.token_ids,
         start=chunk.start,
@@ -294,4 +326,5 @@ def _chunk(chunk: SequenceChunk) -> Chunk:
         targets=sequence.request.token_ids[scored.start : scored.stop] if scored else (),
         first_scored=scored.start - 1 - chunk.start if scored else 0,
         reaches=chunk.reaches,
+        pooled=range(pooled.start - chunk.start, pooled.stop - chunk.start) if pooled else range(0),
     )

@@ -19,7 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moelight import __version__
 from moelight.core.errors import ConfigError, InputError, did_you_mean
-from moelight.core.request import Completion, Request, SamplingParams
+from moelight.core.request import PROMPT_ONLY, Completion, Request, SamplingParams
 from moelight.engine.chat import DEFAULT, Conversation, check_messages
 from moelight.engine.options import AUTO, PLANNING
 from moelight.engine.tokenizer import Tokenizer
@@ -38,7 +38,6 @@ _log = logging.getLogger(__name__)
 
 MAX_GEN_TOKS = 256  # the harness's default if a task sets none
 _PLANNING = tuple(name for name in PLANNING if name != "batch_size")
-_SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of the context, ids of the continuation
 
 
@@ -259,7 +258,9 @@ class MoELightLM(TemplateLM):
                 f"{len(continuation)} after {len(context)}"
             )
         ids = (context + continuation)[-(self.max_length + 1) :]
-        return Request(index=index, token_ids=tuple(ids), sampling=_SCORING, scored_from=len(ids) - len(continuation))
+        return Request(
+            index=index, token_ids=tuple(ids), sampling=PROMPT_ONLY, scored_from=len(ids) - len(continuation)
+        )
 
     def _generation(self, index: int, context: str, gen_kwargs: dict[str, Any]) -> Request:
         constraints: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
@@ -298,7 +299,7 @@ class MoELightLM(TemplateLM):
         """The loaded engine, if its plan is of the same kind and fits all requests; else a new one."""
         from moelight.engine.engine import Engine
 
-        scores = requests[0].sampling is _SCORING
+        scores = requests[0].sampling is PROMPT_ONLY
         if self.engine is not None and (self._borrowed or self._scores == scores):
             try:
                 for request in requests:

@@ -199,6 +199,10 @@ class Decoder(Protocol):
         """Everything after the last layer but for the head, whose input is then ``hidden``."""
         ...
 
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """hidden [S, H], rows of what `end` left -> [S, H], the inputs of the head: transformers' last hidden state."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H], rows of what `end` left -> float32 [S, V]."""
         ...
@@ -329,12 +333,15 @@ class NativeDecoder:
         return route_tokens(linear(x, self._router(layer)), self.model.router)
 
     def end(self, hidden: Tensor, running: Running) -> None:
-        """Do nothing: the final norm is a part of `logits`."""
+        """Do nothing: the final norm is a part of `final_hidden`."""
+
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        return self._norm(hidden, self.weights.final_norm, enters=self.model.num_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> float32 [S, V]; by torch on a CPU in chunks of the head's rows, which bounds the size of
         repacked copies."""
-        x = self._norm(hidden, self.weights.final_norm, enters=self.model.num_layers)
+        x = self.final_hidden(hidden)
         head = floats_of(self.weights.head)
         if head is None or native.available() or not native.on_cpu(x):
             return self._linear(x, self.weights.head).float()

@@ -26,9 +26,9 @@ class Chunk:
     ``decodes``: one generated token, at ``slot`` of the token pool (``token_ids`` is empty), where the next token is
     written too; or, in ``token_ids``, the newest token and the drafts after it. A prompt token never decodes, not even
     in a chunk of one: the result would depend on how the prompt is cut. ``samples``: so many last rows sample a token
-    each. ``targets``: scored tokens; row ``first_scored`` of the chunk scores
-    the first, the following rows the others. ``reaches``: the length of the sequence, if its other chunks go beyond
-    this one.
+    each. ``targets``: scored tokens; row ``first_scored`` of the chunk scores the first, the following rows the others.
+    ``pooled``: rows of the chunk whose final hidden states are pooled. ``reaches``: the length of the sequence, if its
+    other chunks go beyond this one.
     """
 
     token_ids: Sequence[int]
@@ -40,6 +40,7 @@ class Chunk:
     targets: Sequence[int] = ()
     first_scored: int = 0
     reaches: int = 0
+    pooled: range = range(0)
 
     @property
     def length(self) -> int:

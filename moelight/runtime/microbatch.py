@@ -165,6 +165,7 @@ class MicroBatch:
         sampled: int64 [S] in host memory, the new tokens.
         chunks: whose rows these are, in order.
         scored_rows: int64 [R], rows that score ``targets`` int64 [R].
+        pooled_rows: int64 [P], rows of which the final hidden states are pooled.
         crossing: only if a link separates device and host.
         saved: only where experts run once per pass.
         row: of the first token among those of the pass.
@@ -189,6 +190,7 @@ class MicroBatch:
     sampled: Tensor
     scored_rows: Tensor
     targets: Tensor
+    pooled_rows: Tensor
     chunks: Sequence[Chunk]
     prefill_only: bool
     hidden: Tensor
@@ -238,7 +240,8 @@ class MicroBatch:
         """Copy index tensors to the device in one transfer without waiting; called on the compute lane."""
         if (device := Device(self.hidden.device)).host:
             return
-        names = ("token_ids", "positions", "places", "sample_rows", "sample_places", "scored_rows", "targets")
+        placed, of_rows = ("token_ids", "positions", "places"), ("sample_rows", "sample_places")
+        names = (*placed, *of_rows, "scored_rows", "targets", "pooled_rows")
         owners: list[tuple[MicroBatch | Added, str]] = [(self, name) for name in names]
         if (added := self.added) is not None:
             rows = ("host_rows", "device_rows", "device_slots")
@@ -273,10 +276,11 @@ def pack(
     rows = _numbers([0] * len(from_pool), starts, slots)
     if rest := chunks[len(from_pool) :]:
         rows = np.concatenate((rows, _rows_of_tokens(rest, block_size)), axis=1)
-    end, sampling, scored, targets = 0, list[int](), list[int](), list[int]()
+    end, sampling, scored, targets, pooled = 0, list[int](), list[int](), list[int](), list[int]()
     for chunk in chunks:
         scored += range(end + chunk.first_scored, end + chunk.first_scored + len(chunk.targets))
         targets += chunk.targets
+        pooled += range(end + chunk.pooled.start, end + chunk.pooled.stop)
         end += chunk.count
         sampling += range(end - chunk.samples, end)
     sample_places = [chunk.slot for chunk in chunks if chunk.samples]
@@ -301,6 +305,7 @@ def pack(
         sampled=sampled[: len(sampling)],
         scored_rows=torch.from_numpy(scoring[0]),
         targets=torch.from_numpy(scoring[1]),
+        pooled_rows=torch.from_numpy(_numbers(pooled)[0]),
         chunks=chunks,
         prefill_only=prefill_only,
         hidden=hidden,

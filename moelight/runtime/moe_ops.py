@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -138,9 +139,10 @@ class MoEOps:
         mb = pass_pages.micro_batches[task.micro_batch]
         experts, attention = self.experts_of(task.layer, pass_pages), self._attended(task.layer, mb)
         wide = task.layer in self._wide_layers
+        watch = None if pass_pages.watch is None else partial(pass_pages.watch, task.micro_batch)
 
         def compute(attention: Tensor | None) -> Sequence[Tensor]:
-            running, watch = require(mb.running), pass_pages.watch
+            running = require(mb.running)
             self._decoder.post_attention(task.layer, mb.hidden, attention, experts, running, watch, wide=wide)
             return ()
 
@@ -162,7 +164,7 @@ class MoEOps:
         if mb.crossing is None:
             mb.attn = None
         if pass_pages.watch is not None:
-            pass_pages.watch(task.layer, routed)
+            pass_pages.watch(task.micro_batch, task.layer, routed)
         if mb.saved is None:
             mb.routed = routed
         else:

@@ -7,14 +7,14 @@ fetches, and beside it those whose work needs the fetched pages. Tasks of the de
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from moelight.core.schedule import Task, TaskKind
-from moelight.models.decoder import Watch
+from moelight.models.moe import Routed
 from moelight.paging.ring import LayerDemand, RingPager
 from moelight.runtime.host_copy import HostCopy
 from moelight.runtime.lanes import SKIPPED, MovedBytes, Outcome
@@ -28,13 +28,14 @@ class PassPages:
     Attributes:
         position: position of the page stream at the start of the pass.
         small: None for a whole pass.
+        watch: called with a micro-batch, a layer and its routing.
         residents: a number that changes whenever other pages are resident.
     """
 
     micro_batches: Sequence[MicroBatch]
     position: int
     small: OnDemandPass | None = None
-    watch: Watch | None = None
+    watch: Callable[[int, int, Routed], None] | None = None
     residents: int = 0
 
 

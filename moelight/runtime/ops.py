@@ -25,6 +25,7 @@ from moelight.runtime.on_demand import PassPages
 
 Sample = Callable[[int, int, Tensor], Tensor]
 Score = Callable[[int, int, Tensor, Tensor], None]
+PoolHidden = Callable[[int, Tensor], None]
 
 
 class Operations:
@@ -65,12 +66,13 @@ class Operations:
         if self.finite is not None:
             self.finite.copy_(require(self.decoder.finite).zero_(), non_blocking=True)
 
-    def bind(self, pass_pages: PassPages, sample: Sample, score: Score) -> Perform:
+    def bind(self, pass_pages: PassPages, sample: Sample, score: Score, pool_hidden: PoolHidden) -> Perform:
         """The function that maps a task of ``pass_pages`` to its work.
 
         Args:
             sample: ``(j, first, logits)`` -> the tokens int64 of micro-batch j's sample rows from ``first`` on.
             score: ``(j, first, logits, targets)`` scores the targets int64 of scored rows from ``first`` on.
+            pool_hidden: ``(j, hidden)`` pools the final hidden states [P, H] of all pooled rows.
         """
 
         def perform(task: Task) -> Work:
@@ -86,7 +88,7 @@ class Operations:
                 return partial(self._moe_ops.table[task.kind], task, pass_pages)
             micro_batch = pass_pages.micro_batches[task.micro_batch]
             if task.kind is TaskKind.SAMPLE:
-                return partial(self._sample, task, micro_batch, sample, score)
+                return partial(self._sample, task, micro_batch, sample, score, pool_hidden)
             return partial(self._table[task.kind], task, micro_batch)
 
         return perform
@@ -144,9 +146,9 @@ class Operations:
             self._table[TaskKind.CPU_ATTENTION](one, mb)
             self._moe_ops.table[TaskKind.POST_ATTENTION](one, pass_pages)
 
-    def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score) -> None:
-        """Sample into the pool, begin the copy to the host (complete when the lane's ticket is), then score. A token
-        below 0 is no token: the host drops what is computed for it."""
+    def _sample(self, task: Task, mb: MicroBatch, sample: Sample, score: Score, pool_hidden: PoolHidden) -> None:
+        """Sample into the pool, begin the copy to the host (complete when the lane's ticket is), then score and pool. A
+        token below 0 is no token: the host drops what is computed for it."""
         self.decoder.end(mb.hidden, require(mb.running))
         drafted = len(mb.sample_places) < len(mb.sample_rows)  # more rows than a plan counts on
         hidden, rows = mb.hidden, self._head_rows if drafted else sample_rows(self.decoder.model)
@@ -162,6 +164,8 @@ class Operations:
             part = slice(first, first + self._head_rows)
             logits = self.decoder.logits(mb.hidden[mb.scored_rows[part]])
             score(task.micro_batch, first, logits, mb.targets[part])
+        if len(mb.pooled_rows):  # in the memory that a norm of all rows takes
+            pool_hidden(task.micro_batch, self.decoder.final_hidden(mb.hidden[mb.pooled_rows]))
         if self.finite is not None:
             self.finite.copy_(require(self.decoder.finite), non_blocking=True)
 

@@ -131,10 +131,14 @@ def _micro_batch(
     return mb
 
 
+def _nothing(*_: object) -> None:
+    """No token is scored, and no hidden state pooled."""
+
+
 def _attend(operations: Operations, mb: MicroBatch) -> None:
     """Attention over a context alone, in the first layer."""
     perform = operations.bind(
-        PassPages(micro_batches=[mb], position=0), lambda *arguments: arguments[-1], lambda *_: None
+        PassPages(micro_batches=[mb], position=0), lambda *arguments: arguments[-1], _nothing, _nothing
     )
     for kind in (TaskKind.EMBED, TaskKind.PRE_ATTENTION, TaskKind.ATTENTION):
         reads = (Buffer(space="context", index=0),) if kind is TaskKind.ATTENTION else ()
@@ -143,9 +147,8 @@ def _attend(operations: Operations, mb: MicroBatch) -> None:
 
 def _play(operations: Operations, layers: Mapping[int, tuple[TaskKind, ...]], micro_batches: list[MicroBatch]) -> None:
     """``layers``: the tasks of each after attention; the second is one of the whole pass."""
-    perform = operations.bind(
-        PassPages(micro_batches=micro_batches, position=0), lambda *arguments: arguments[-1].argmax(-1), lambda *_: None
-    )
+    pass_pages = PassPages(micro_batches=micro_batches, position=0)
+    perform = operations.bind(pass_pages, lambda *arguments: arguments[-1].argmax(-1), _nothing, _nothing)
 
     def run(kind: TaskKind, layer: int, j: int) -> None:
         perform(Task(kind=kind, lane=Lane.DEVICE, layer=layer, micro_batch=j))()

@@ -275,6 +275,10 @@ class GraphDecoder:
     def end(self, hidden: Tensor, running: Running) -> None:
         hidden.copy_(running.take(Ended, -1).hidden)
 
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """``hidden``: the family's decoder ends with its final norm."""
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._graph.logits(hidden)
 
