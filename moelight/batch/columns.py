@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from moelight.batch.fields import Input, RowContext, Skip
 from moelight.batch.rows import BadRow, Row, bad_row
-from moelight.batch.simple import CHOICES, PROMPT_FIELDS, SAMPLING_FIELDS, SimpleFormat, read_values
+from moelight.batch.simple import CHOICES, PROMPT_FIELDS, SAMPLING_FIELDS, format_of, read_values
 from moelight.batch.source import LONGEST_LINE, InputSource
 from moelight.core.errors import InputError, did_you_mean
 
@@ -137,7 +137,7 @@ class _TableReader(Input):
 
     def __init__(self, name: str, context: RowContext, source: InputSource) -> None:
         super().__init__(context, source)
-        self.format = SimpleFormat(name=name, token_ids=context.token_ids, numbered=context.numbered)
+        self.format = format_of(context, name)
         self.fields: dict[str, str] = {}
 
     def choose(self, names: Sequence[str]) -> None:

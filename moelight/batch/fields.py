@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeAlias
 
 from moelight.batch.model_names import ModelNames
 from moelight.batch.rows import LONGEST_NAME, BadRow, Row, RowFormat, bad_row
-from moelight.batch.scoring import GENERATE
 from moelight.batch.source import LONGEST_LINE, InputSource
+from moelight.batch.tasks import GENERATE
 from moelight.core.errors import InputError, did_you_mean
-from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
+from moelight.core.request import DEFAULT_RESAMPLINGS, PoolingParams, SamplingParams
 from moelight.engine.chat import check_messages
 
 Skip: TypeAlias = Callable[[int], bool]
@@ -39,8 +39,9 @@ class RowContext:
     ``strict`` and ``resamplings`` in its structured outputs and tools.
 
     ``prompt_column`` and ``id_column`` name columns of a table. In the simple format, answers have the generated ids
-    with ``token_ids``, and the line of their prompt with ``numbered``. ``task`` is one of `TASKS`; where it generates
-    nothing, rows without ``choices`` have those.
+    with ``token_ids``, and the line of their prompt with ``numbered``. With ``per_request_metrics`` answers have
+    `metrics_fields`. ``task`` is one of `TASKS`; where it scores, rows without ``choices`` have those. ``pooling``
+    applies to embeddings where a row sets no value.
     """
 
     defaults: SamplingParams = field(default_factory=SamplingParams)
@@ -51,9 +52,11 @@ class RowContext:
     id_column: str | None = None
     vocabulary: RowTokenizer | None = None
     token_ids: bool = False
+    per_request_metrics: bool = False
     numbered: bool = False
     task: str = GENERATE
     choices: tuple[str, ...] = ()
+    pooling: PoolingParams = field(default_factory=PoolingParams)
 
 
 def unknown_field(name: str, known_names: Iterable[str]) -> InputError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy
-from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
+from moelight.core.request import DEFAULT_RESAMPLINGS, PoolingParams, SamplingParams
 from moelight.core.small_files import read_bytes, read_error_text
 from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 
@@ -21,6 +21,7 @@ from moelight.engine.tokenizer import MOST_TOKENIZER_BYTES
 def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
     """Every default of the job's sampling, as it comes back from JSON."""
     facts: dict[str, Any] = json.loads(json.dumps(asdict(sampling)))
+    facts["return_routed_experts"] = facts["return_routed_experts"] or None
     constraint = facts["structured_outputs"]
     if constraint is not None:
         set_fields = {name: value for name, value in constraint.items() if value not in (None, False)}
@@ -28,6 +29,11 @@ def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
             del set_fields["resamplings"]
         facts["structured_outputs"] = set_fields
     return facts
+
+
+def pooling_facts(pooling: PoolingParams) -> dict[str, Any] | None:
+    """The values asked for; None if none is. The files of the model have the others."""
+    return {name: value for name, value in asdict(pooling).items() if value is not None} or None
 
 
 def number_facts(

@@ -8,11 +8,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from moelight.batch.fields import Input, RowContext
-from moelight.batch.scoring import GENERATE
 from moelight.batch.simple import PROMPT_FIELDS
 from moelight.batch.source import InputSource, open_input_source
+from moelight.batch.tasks import EMBED, GENERATE
 from moelight.core.errors import InputError
 from moelight.core.registry import Registry
+from moelight.core.request import PoolingParams
 
 FORMATS: Registry[Callable[[RowContext, InputSource], Input]] = Registry(
     "format",
@@ -54,6 +55,8 @@ def open_input(path: Path, context: RowContext | None = None, *, format: str = A
             raise InputError(f"{source.name}: columns can be named for {' and '.join(_TABLES)}, not for {name}")
         if name == "openai" and context.task != GENERATE:
             raise InputError(f"{source.name}: --task {context.task} reads prompts and messages, not OpenAI batch lines")
+        if name != "openai" and context.task != EMBED and context.pooling != PoolingParams():
+            raise InputError(f"{source.name}: --pooling, --normalize and --dimensions go with --task {EMBED}")
         if next(reader.rows(), None) is None:
             raise source.refusal("no prompts")
     except BaseException:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from moelight.batch.fields import RowContext
-from moelight.batch.fingerprint import digest_of_file, number_facts, sampling_facts
+from moelight.batch.fingerprint import digest_of_file, number_facts, pooling_facts, sampling_facts
 from moelight.batch.forecast import EngineForecast, Forecast, predicted_prompt_s
 from moelight.batch.input import open_input
 from moelight.batch.journal import Ledger, open_outputs
@@ -32,9 +32,9 @@ from moelight.batch.progress import JobCounts, JobStart, Progress, ProgressGroup
 from moelight.batch.row_processor import JobInput, RowProcessor, refuse_struck
 from moelight.batch.rows import BadRow
 from moelight.batch.scan import Scan, scan
-from moelight.batch.scoring import GENERATE
 from moelight.batch.status import file_watchers
 from moelight.batch.summary import ScanSummary
+from moelight.batch.tasks import EMBED, GENERATE
 from moelight.batch.time_left import TimeLeft
 from moelight.batch.trace_header import trace_header
 from moelight.core.errors import InputError, MoelightError
@@ -46,6 +46,7 @@ from moelight.observe.stats import RunStats
 from moelight.observe.trace import TraceHeader, TraceWriter
 from moelight.optimizer.allowed import CHOOSE
 from moelight.optimizer.plan import Plan
+from moelight.profiles.pooling import check_dimensions
 from moelight.profiles.workload import EXPECTED_GEN_LEN
 from moelight.runtime.measure import peak_rss_bytes
 
@@ -314,12 +315,16 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
         id_column=options.id_column,
         vocabulary=model,
         token_ids=options.token_ids,
+        per_request_metrics=options.per_request_metrics,
         numbered=options.durability.order == "completion",
         task=options.task,
         choices=tuple(options.choices),
+        pooling=options.pooling,
     )
     with open_input(options.prompts, context, format=options.format) as source:
         model.check(options.sampling)  # otherwise every row would become an error row
+        if options.task == EMBED:
+            check_dimensions(model.pooling(options.pooling), model.profile.hidden_size)
         yield JobInput(
             options=options,
             source=source,
@@ -335,10 +340,12 @@ def prepare(options: JobOptions) -> Iterator[JobInput]:
                     "prompt_column": options.prompt_column,
                     "id_column": options.id_column,
                     "token_ids": options.token_ids,
+                    "per_request_metrics": options.per_request_metrics or None,
                     "reasoning": options.reasoning,
                     "strict": options.strict or None,
                     "task": None if options.task == GENERATE else options.task,
                     "choices": list(options.choices) or None,
+                    "pooling": pooling_facts(options.pooling),
                     "resamplings": None if options.resamplings == DEFAULT_RESAMPLINGS else options.resamplings,
                 },
             },
@@ -381,6 +388,7 @@ def _run(prepared: JobInput, ledger: Ledger, told: Progress, answer: Answer) -> 
         first_error=answers.first_error,
         invalid=ledger.totals.get("invalid", 0),
         truncated=ledger.totals.get("truncated", 0),
+        generates=scanned.summary.generated_tokens > 0,
         hint=_ending_hint(prepared, ledger),
     )
 

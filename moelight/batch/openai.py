@@ -1,5 +1,5 @@
-"""OpenAI batch lines of ``/v1/chat/completions`` and ``/v1/completions``: their valid fields, and the rows read from
-them.
+"""OpenAI batch lines of ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``: their valid fields, and
+the rows read from them.
 
 Omitted fields take the job's defaults, not OpenAI's (whose temperature is 1); `COMPLETION_TOKENS` where the job limits
 no answer. URLs and paths in a line are neither fetched nor opened.
@@ -8,12 +8,13 @@ no answer. URLs and paths in a line are neither fetched nor opened.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import msgspec
 
+from moelight.batch.embedding import ENCODING_FORMATS, FLOAT
 from moelight.batch.fields import (
     LineReader,
     RowContext,
@@ -23,11 +24,11 @@ from moelight.batch.fields import (
     read_row_object,
     unknown_field,
 )
-from moelight.batch.openai_answers import CHAT, COMPLETIONS, OpenAIFormat
+from moelight.batch.openai_answers import CHAT, COMPLETIONS, EMBEDDINGS, OpenAIFormat
 from moelight.batch.rows import BadRow, Prompt, Row, bad_row
 from moelight.batch.source import InputSource
 from moelight.core.errors import InputError
-from moelight.core.request import MOST_SAMPLES, SamplingParams, ToolRequest
+from moelight.core.request import MOST_SAMPLES, PROMPT_ONLY, PoolingParams, SamplingParams, ToolRequest
 from moelight.engine.chat import Conversation
 
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
@@ -66,10 +67,13 @@ _REFUSED = {
 }  # fmt: skip
 
 
-class _RequestBody(msgspec.Struct, kw_only=True):
+class _Body(msgspec.Struct, kw_only=True):
     model: str | None = None
-    n: int | None = None
     add_special_tokens: bool | None = None
+
+
+class _RequestBody(_Body, kw_only=True):
+    n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -92,6 +96,7 @@ class _RequestBody(msgspec.Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    return_routed_experts: bool | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -121,22 +126,31 @@ class _CompletionBody(_RequestBody, kw_only=True):
     best_of: int | None = None
 
 
-_BODIES: dict[str, type[_ChatBody] | type[_CompletionBody]] = {CHAT: _ChatBody, COMPLETIONS: _CompletionBody}
+class _EmbeddingBody(_Body, kw_only=True):
+    input: Any = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+_BODIES: dict[str, type[_Body]] = {CHAT: _ChatBody, COMPLETIONS: _CompletionBody, EMBEDDINGS: _EmbeddingBody}
 _FIELDS = {url: frozenset(body.__struct_fields__) for url, body in _BODIES.items()}
 # Fields that are passed to SamplingParams unchanged.
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} & {*_RequestBody.__struct_fields__}
 _SAMPLING_FIELDS.remove("structured_outputs")
-_B = TypeVar("_B", bound=_RequestBody)
+_B = TypeVar("_B", bound=_Body)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ParsedBody:
-    """The parsed request of a body; its sampling fields are not yet validated. ``defaults``: of its endpoint."""
+    """The parsed request of a body; its sampling fields are not yet validated. ``defaults``: of its endpoint.
+    ``pooling``: of embeddings."""
 
     prompts: tuple[Prompt, ...] = ()
     conversation: Conversation | None = None
     tools: ToolRequest | None = None
-    sampling: dict[str, Any]
+    pooling: PoolingParams | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     answered: Mapping[str, Any]
 
@@ -146,7 +160,13 @@ class OpenAIReader(LineReader):
 
     def __init__(self, context: RowContext, source: InputSource) -> None:
         super().__init__(context, source)
-        self.format = OpenAIFormat(vocabulary=context.vocabulary)
+        metrics = context.per_request_metrics
+        self.format = OpenAIFormat(vocabulary=context.vocabulary, per_request_metrics=metrics)
+        self._readers: Mapping[str, Callable[[dict[str, Any]], _ParsedBody]] = {
+            CHAT: self._chat,
+            COMPLETIONS: self._completion,
+            EMBEDDINGS: self._embedding,
+        }
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         custom_id: str | None = None
@@ -163,7 +183,7 @@ class OpenAIReader(LineReader):
             if not isinstance(body, dict):
                 raise InputError("body must be an object", field="body")
             _check_names(body, _FIELDS[kind])
-            asked = self._chat(body) if kind == CHAT else self._completion(body)
+            asked = self._readers[kind](body)
             return Row(
                 number=number,
                 line=line,
@@ -172,7 +192,8 @@ class OpenAIReader(LineReader):
                 prompts=asked.prompts,
                 conversation=asked.conversation,
                 tools=asked.tools,
-                sampling=self._sampling(asked, body),
+                sampling=PROMPT_ONLY if asked.pooling is not None else self._sampling(asked, body),
+                pooling=asked.pooling,
                 limit=asked.sampling.get("max_tokens"),
                 answered=asked.answered,
             )
@@ -231,7 +252,7 @@ class OpenAIReader(LineReader):
 
     def _completion(self, values: dict[str, Any]) -> _ParsedBody:
         body, sampling = self._convert(values, _CompletionBody)
-        prompts = _prompts(body.prompt)
+        prompts = _prompts("prompt", body.prompt)
         defaults = {}
         if "max_tokens" not in values and self._context.defaults.max_tokens is None:
             defaults["max_tokens"] = max(COMPLETION_TOKENS, body.min_tokens or 0)
@@ -248,6 +269,19 @@ class OpenAIReader(LineReader):
         answered = {"logprobs": body.logprobs, "echo": bool(body.echo), "prompt_logprobs": shown}
         return _ParsedBody(prompts=prompts, sampling=sampling, defaults=defaults, answered=answered)
 
+    def _embedding(self, values: dict[str, Any]) -> _ParsedBody:
+        body, _ = self._convert(values, _EmbeddingBody)
+        encoding_format = body.encoding_format or FLOAT
+        if encoding_format not in ENCODING_FORMATS:
+            message = f"encoding_format must be {' or '.join(ENCODING_FORMATS)}, not {encoding_format[:40]!r}"
+            raise InputError(message, field="encoding_format")
+        pooling = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
+        return _ParsedBody(
+            prompts=_prompts("input", body.input),
+            pooling=pooling.over(self._context.pooling),
+            answered={"encoding_format": encoding_format},
+        )
+
     def _convert(self, values: dict[str, Any], kind: type[_B]) -> tuple[_B, dict[str, Any]]:
         """``values`` with their types checked, and those that SamplingParams takes unchanged."""
         try:
@@ -260,7 +294,7 @@ class OpenAIReader(LineReader):
             raise InputError(f"{path} {message}".strip(), field=path or None) from None
         except UnicodeEncodeError:
             raise InputError("a key holds half of a surrogate pair", code="invalid_text") from None
-        special_tokens = kind is _CompletionBody
+        special_tokens = kind is not _ChatBody
         if body.add_special_tokens not in (None, special_tokens):
             around = "around a prompt the tokenizer puts them" if special_tokens else "the chat template writes them"
             raise _unsupported("add_special_tokens", around)
@@ -290,7 +324,7 @@ def _url(values: dict[str, Any]) -> str:
     if url is None:
         raise _missing("url")
     if not isinstance(url, str) or url not in _BODIES:
-        served = f"{' and '.join(_BODIES)} are served"
+        served = f"{CHAT}, {COMPLETIONS} and {EMBEDDINGS} are served"
         raise InputError(f"unknown endpoint {url!r}: {served}", field="url", code="invalid_url")
     if method != "POST":
         raise InputError(f"method must be POST, not {method!r}", field="method", code="invalid_method")
@@ -389,10 +423,10 @@ def _check_logprobs(name: str, value: int | None) -> None:
         raise InputError(f"{name} must be between 0 and {_MOST_LOGPROBS}, not {value}", field=name)
 
 
-def _prompts(value: object) -> tuple[Prompt, ...]:
-    """``value`` is a text, a list of texts, a list of token ids, or a list of such lists."""
+def _prompts(name: str, value: object) -> tuple[Prompt, ...]:
+    """``value`` of the field ``name`` is a text, a list of texts, a list of token ids, or a list of such lists."""
     if value is None:
-        raise _missing("prompt")
+        raise _missing(name)
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
@@ -403,5 +437,5 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
         if all(item and are_token_ids(item) for item in value):
             return tuple(tuple(item) for item in value)
     raise InputError(
-        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists", field="prompt"
+        f"{name} must be a string, a list of strings, a list of token ids, or a list of such lists", field=name
     )

@@ -1,4 +1,5 @@
-"""OpenAI batch answers: the bodies ``chat.completion`` and ``text_completion`` around completions, and error lines.
+"""OpenAI batch answers: the bodies ``chat.completion`` and ``text_completion`` around completions, lists of embeddings,
+and error lines.
 
 As in vLLM, a log-probability of minus infinity is written as -9999. Ids are derived from the input and the row, so that
 a resumed job writes the same ids.
@@ -12,11 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moelight.batch.embedding import BASE64, embedding_base64, embedding_numbers
 from moelight.batch.fields import RowTokenizer
-from moelight.batch.rows import LEAST_LOGPROB, AnswerHeader, BadRow, Prompt, Row, structure_fields
+from moelight.batch.rows import (
+    LEAST_LOGPROB,
+    AnswerHeader,
+    BadRow,
+    Prompt,
+    Row,
+    metrics_fields,
+    routing_fields,
+    structure_fields,
+)
 from moelight.core.request import Completion, Logprob
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 _OK = 200
 _IDS = uuid.UUID("2e4f4ef5-9f60-5b5c-8c55-6d0f6c0a7d1e")
 
@@ -26,6 +37,7 @@ class OpenAIFormat:
     """Answers in the format of OpenAI batches. Log-probabilities and echoed token ids require a ``vocabulary``."""
 
     vocabulary: RowTokenizer | None = None
+    per_request_metrics: bool = False
     name: str = "openai"
 
     @property
@@ -34,6 +46,9 @@ class OpenAIFormat:
         return self.vocabulary
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
+        if row.kind == EMBEDDINGS:
+            embeddings = _embeddings(row, completions, served)
+            return _line(served, row.number, row.custom_id, status=_OK, body=embeddings, error=None)
         chat = row.kind == CHAT
         body: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{_id(served, row.number, 'body')}",
@@ -51,6 +66,10 @@ class OpenAIFormat:
         }
         if chat and row.answered["prompt_logprobs"]:
             body["prompt_logprobs"] = prompt_logprobs_row(completions[0])
+        if chat or len(row.prompts) == 1:
+            body |= routing_fields(completions[0], of_prompt=True)
+        if self.per_request_metrics:
+            body["metrics"] = metrics_fields(completions)
         failed = next(
             (completion.structure_error for completion in completions if completion.structure_error is not None), None
         )
@@ -85,6 +104,7 @@ class OpenAIFormat:
             "logprobs": None if asked is None else {"content": self._content(completion, asked), "refusal": None},
             "finish_reason": completion.finish_reason,
             **structure_fields(completion),
+            **routing_fields(completion, of_prompt=False),
         }
 
     def _choice(self, row: Row, index: int, completion: Completion, count: int) -> dict[str, Any]:
@@ -97,9 +117,12 @@ class OpenAIFormat:
             "logprobs": None if logprobs is None else self._lists(completion, prompt if echo else None),
             "finish_reason": completion.finish_reason,
             **structure_fields(completion),
+            **routing_fields(completion, of_prompt=False),
         }
         if row.answered["prompt_logprobs"]:
             choice["prompt_logprobs"] = prompt_logprobs_row(completion)
+        if len(row.prompts) > 1:
+            choice |= routing_fields(completion, of_prompt=True)
         return choice
 
     def _content(self, completion: Completion, max_count: int) -> list[dict[str, Any]]:
@@ -170,6 +193,22 @@ def logprobs_row(likely: Mapping[int, Logprob]) -> dict[str, Any]:
             "decoded_token": likely[token].decoded_token,
         }
         for token in _by_rank(likely)
+    }
+
+
+def _embeddings(row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:
+    encode = embedding_base64 if row.answered["encoding_format"] == BASE64 else embedding_numbers
+    prompt_tokens = sum(completion.prompt_tokens for completion in completions)
+    return {
+        "id": f"embd-{_id(served, row.number, 'body')}",
+        "object": "list",
+        "created": served.created,
+        "model": served.model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": encode(completion)}
+            for index, completion in enumerate(completions)
+        ],
+        "usage": {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens},
     }
 
 

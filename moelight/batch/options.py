@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from moelight.batch.rows import BadRow
-from moelight.batch.scoring import GENERATE
+from moelight.batch.tasks import GENERATE
 from moelight.core.policy import Policy
-from moelight.core.request import DEFAULT_RESAMPLINGS, SamplingParams
+from moelight.core.request import DEFAULT_RESAMPLINGS, PoolingParams, SamplingParams
 from moelight.engine.options import EngineOptions
 from moelight.observe.stats import RunStats
 
@@ -35,7 +35,8 @@ class JobOptions(EngineOptions):
     """The options of a job, with those of its engine. A ``policy`` is run unchanged. A file whose path is None is not
     written. ``sampling`` applies where a row sets no value: without ``max_tokens`` answers may fill the rest of the
     context. So do ``strict`` and ``resamplings`` (of `StructuredOutputs` and `ToolRequest`). With ``ignore_model`` rows
-    may name any model. Where ``task`` is not ``generate``, ``choices`` are scored for rows without any."""
+    may name any model. Where ``task`` scores, ``choices`` are scored for rows without any; ``pooling`` is that of
+    embeddings where a row sets no value."""
 
     prompts: Path
     model: str = "demo"
@@ -52,8 +53,10 @@ class JobOptions(EngineOptions):
     resamplings: int = DEFAULT_RESAMPLINGS
     durability: Durability = field(default_factory=Durability)
     token_ids: bool = False
+    per_request_metrics: bool = False
     task: str = GENERATE
     choices: Sequence[str] = ()
+    pooling: PoolingParams = field(default_factory=PoolingParams)
     stats: Path | None = None
     trace: Path | None = None
     status: Path | None = None
@@ -82,8 +85,8 @@ class JobResult:
     """The result of a job: ``done``, ``interrupted`` (another run resumes it) or ``done before`` (nothing was left).
     Row counts cover all runs, ``first_error`` this one; of the answers, ``invalid`` ones have not the structure asked
     for, and ``truncated`` ones end before it is complete; ``running``: answers that were under way when it was
-    interrupted; ``troubles`` name status or metrics files that are not up to date; ``hint`` is a line on what may be
-    wrong with all answers."""
+    interrupted; ``generates`` is False if no row asks for tokens; ``troubles`` name status or metrics files that are
+    not up to date; ``hint`` is a line on what may be wrong with all answers."""
 
     state: str
     total: int
@@ -94,5 +97,6 @@ class JobResult:
     first_error: BadRow | None = None
     invalid: int = 0
     truncated: int = 0
+    generates: bool = True
     troubles: tuple[str, ...] = ()
     hint: str = ""

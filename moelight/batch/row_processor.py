@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moelight.batch.crash_guard import struck_row_error
+from moelight.batch.embedding import embedding_label
 from moelight.batch.fields import Input
 from moelight.batch.journal import Ledger
 from moelight.batch.options import JobOptions
@@ -29,7 +30,9 @@ from moelight.core.errors import InputError, MoelightError
 from moelight.core.request import Completion, Request, ToolRequest
 from moelight.engine.model import LazyModel
 from moelight.engine.reasoning import OFF, reasoning_start
+from moelight.engine.routing import check_routing
 from moelight.engine.tool_calls import NO_TOOL_FORMAT, TOOL_FORMATS, call_id
+from moelight.profiles.pooling import check_dimensions
 
 if TYPE_CHECKING:
     from moelight.engine.engine import Engine
@@ -48,7 +51,8 @@ class JobInput:
 
     def check_structure(self, row: Row) -> tuple[str, ...]:
         """Return warnings about the structured outputs and the tools of ``row``; raises InputError if they cannot be
-        compiled."""
+        compiled, or experts are to be returned of a model without any."""
+        check_routing(row.sampling, self.model.profile)
         notes = self.model.check_structure(row.sampling)
         if row.tools is None:
             return notes
@@ -58,9 +62,11 @@ class JobInput:
             raise InputError(str(error), field="tools", code=error.code) from None
 
     def encode(self, row: Row) -> list[EncodedPrompt]:
-        """Each prompt of ``row``, or its prompt with each choice; raises InputError if one is empty or the chat
-        template refuses the conversation."""
+        """Each prompt of ``row``, or its prompt with each choice; raises InputError if one is empty, the chat template
+        refuses the conversation, or an embedding cannot have the dimensions asked for."""
         tokenizer, max_tokens = self.model.tokenizer, self.model.context
+        if row.pooling is not None:
+            check_dimensions(self.model.pooling(row.pooling), self.model.profile.hidden_size)
         if row.choices:
             with_choices = encode_choices(row, tokenizer, max_tokens)
             check_choices(row, with_choices)
@@ -88,6 +94,7 @@ class JobInput:
             scored_from=prompt.scored_from,
             reasoning=reasoning,
             tools=tools,
+            pooling=None if row.pooling is None else self.model.pooling(row.pooling),
         )
 
     def _tools(self, tools: ToolRequest) -> ToolRequest:
@@ -263,6 +270,8 @@ class RowProcessor:
         texts, reasons = zip(*((output.text, output.finish_reason) for output in completions), strict=True)
         if row.choices:
             texts, reasons = (best_choice(row, completions),), ("stop",)
+        elif row.pooling is not None:
+            texts = tuple(map(embedding_label, completions))
         self.told.row(ProgressFields(number=row.number, prompt=shown, texts=texts, finish_reasons=reasons))
 
     def check_complete(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from moelight.core.errors import InputError
-from moelight.core.request import TRUNCATED, Completion, SamplingParams, ToolRequest
+from moelight.core.request import TRUNCATED, Completion, PoolingParams, SamplingParams, ToolRequest
 from moelight.engine.chat import Conversation
 
 Prompt: TypeAlias = str | tuple[int, ...]
@@ -30,6 +30,7 @@ class Row:
         limit: the row's ``max_tokens``; None if it sets none and the job's default applies.
         tools: the tools that the answer may call, and which it must call.
         choices: texts whose likelihood after the prompt is scored; then nothing is generated.
+        pooling: how each prompt becomes an embedding, where it sets something; then nothing is generated.
         answered: fields of the request that the format needs to write the answer; format-specific.
     """
 
@@ -43,6 +44,7 @@ class Row:
     limit: int | None = None
     tools: ToolRequest | None = None
     choices: tuple[str, ...] = ()
+    pooling: PoolingParams | None = None
     answered: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -135,6 +137,34 @@ def structure_fields(completion: Completion) -> dict[str, Any]:
     if completion.structure_error is not None:
         result["error"] = asdict(completion.structure_error)
     return result
+
+
+def routing_fields(completion: Completion, *, of_prompt: bool) -> dict[str, Any]:
+    """The experts of the tokens of an answer, or ``of_prompt``, as lists [tokens, layers, k] in vLLM's names; no field
+    if none are to be returned."""
+    experts = completion.prompt_routed_experts if of_prompt else completion.routed_experts
+    name = "prompt_routed_experts" if of_prompt else "routed_experts"
+    return {} if experts is None else {name: experts.tolist()}
+
+
+def metrics_fields(completions: Sequence[Completion]) -> dict[str, Any] | None:
+    """The timing of the only answer of a row, in vLLM's names; None where there are several."""
+    if len(completions) != 1 or (metrics := completions[0].metrics) is None:
+        return None
+    tokens, first_s, decode_s = completions[0].completion_tokens, metrics.first_token_s, metrics.generation_s
+    total_s = (first_s or 0.0) + (decode_s or 0.0)
+    between_s = completions[0].time_per_output_token_s
+    return {
+        "time_to_first_token_ms": _milliseconds(first_s),
+        "generation_time_ms": _milliseconds(decode_s),
+        "queue_time_ms": _milliseconds(metrics.queue_s),
+        "mean_itl_ms": _milliseconds(between_s),
+        "tokens_per_second": round(tokens / total_s, 3) if total_s > 0 else None,
+    }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)
 
 
 def to_json_line(row: dict[str, Any]) -> bytes:

@@ -18,7 +18,7 @@ from moelight.batch.rows import BadRow, Row, bad_row
 from moelight.batch.scoring import EncodedPrompt
 from moelight.batch.summary import RowLimit, ScanSummary
 from moelight.core.errors import InputError
-from moelight.core.request import SamplingParams
+from moelight.core.request import SamplingParams, most_prompt_tokens
 from moelight.profiles.workload import EXPECTED_GEN_LEN
 
 _DIGEST_BYTES = 16  # of a custom_id: a collision is expected once in 2**64 rows
@@ -105,9 +105,8 @@ def duplicate(row: Row) -> BadRow:
 
 def encode_row(row: Row, encode: Encode, context: int) -> list[EncodedPrompt]:
     """Every prompt of ``row``; raises InputError for a prompt that is too long for the model's context, or
-    leaves less of it than the row's ``max_tokens``. The last token of a prompt that is only scored needs no position in
-    the context."""
-    prompts, max_prompt = encode(row), context - 1 if row.sampling.generates else context + 1
+    leaves less of it than the row's ``max_tokens``."""
+    prompts, max_prompt = encode(row), most_prompt_tokens(row.sampling, row.pooling, context)
     for tokens in (len(prompt.token_ids) for prompt in prompts):
         if tokens > max_prompt:
             raise InputError(

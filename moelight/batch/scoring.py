@@ -9,12 +9,10 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from moelight.batch.rows import LEAST_LOGPROB, Prompt, Row
-from moelight.core.errors import ConfigError, InputError, did_you_mean
-from moelight.core.request import MOST_SAMPLES, Completion, SamplingParams
+from moelight.batch.tasks import SCORE
+from moelight.core.errors import InputError
+from moelight.core.request import MOST_SAMPLES, Completion
 from moelight.engine.tokenizer import Tokenizer
-
-GENERATE, SCORE, CLASSIFY = TASKS = ("generate", "score", "classify")
-SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
 class EncodedPrompt(NamedTuple):
@@ -22,14 +20,6 @@ class EncodedPrompt(NamedTuple):
 
     token_ids: tuple[int, ...]
     scored_from: int = 1
-
-
-def check_task(task: str) -> None:
-    """Raise ConfigError if ``task`` is not one of `TASKS`."""
-    if task not in TASKS:
-        raise ConfigError(
-            f"--task must be {', '.join(TASKS[:-1])} or {TASKS[-1]}, not {task!r}{did_you_mean(task, TASKS)}"
-        )
 
 
 def read_choices(value: Any) -> tuple[str, ...]:

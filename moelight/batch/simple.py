@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from moelight.batch.embedding import embedding_numbers
 from moelight.batch.fields import (
     LineReader,
     RowContext,
@@ -17,11 +18,21 @@ from moelight.batch.fields import (
     unknown_field,
 )
 from moelight.batch.openai_answers import logprobs_row, prompt_logprobs_row
-from moelight.batch.rows import AnswerHeader, BadRow, Prompt, Row, bad_row, structure_fields
-from moelight.batch.scoring import CLASSIFY, GENERATE, SCORE, SCORING, read_choices, score_fields
+from moelight.batch.rows import (
+    AnswerHeader,
+    BadRow,
+    Prompt,
+    Row,
+    bad_row,
+    metrics_fields,
+    routing_fields,
+    structure_fields,
+)
+from moelight.batch.scoring import read_choices, score_fields
 from moelight.batch.source import InputSource
+from moelight.batch.tasks import CLASSIFY, EMBED, GENERATE, SCORE, SCORING_TASKS
 from moelight.core.errors import InputError
-from moelight.core.request import Completion, SamplingParams
+from moelight.core.request import PROMPT_ONLY, Completion, SamplingParams
 from moelight.engine.chat import Conversation
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
@@ -37,6 +48,7 @@ class SimpleFormat:
 
     name: str = "simple"
     token_ids: bool = False
+    per_request_metrics: bool = False
     numbered: bool = False
 
     def answer(self, row: Row, completions: Sequence[Completion], served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
@@ -49,16 +61,23 @@ class SimpleFormat:
             scored_tokens = sum(completion.prompt_tokens for completion in completions)
             usage = {"prompt_tokens": scored_tokens, "completion_tokens": 0}
             return {**head, **score_fields(row, completions), "usage": usage}
+        if row.pooling is not None:
+            usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": 0}
+            return {**head, "embedding": embedding_numbers(first), "usage": usage}
         generated = sum(completion.completion_tokens for completion in completions)
         usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": generated}
-        scored = {} if row.sampling.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs_row(first)}
+        of_prompt = routing_fields(first, of_prompt=True)
+        if row.sampling.prompt_logprobs is not None:
+            of_prompt["prompt_logprobs"] = prompt_logprobs_row(first)
+        if self.per_request_metrics:
+            of_prompt["metrics"] = metrics_fields(completions)
         if row.sampling.n > 1:
             choices = [
                 {"index": completion.sample, **self._said(row, completion), **self._more(row, completion)}
                 for completion in completions
             ]
-            return {**head, "choices": choices, "usage": usage, **scored}
-        return {**head, **self._said(row, first), "usage": usage, **self._more(row, first), **scored}
+            return {**head, "choices": choices, "usage": usage, **of_prompt}
+        return {**head, **self._said(row, first), "usage": usage, **self._more(row, first), **of_prompt}
 
     def refuse(self, bad: BadRow, served: AnswerHeader) -> dict[str, Any]:  # noqa: ARG002
         head = {} if bad.custom_id is None else {"custom_id": bad.custom_id}
@@ -78,7 +97,17 @@ class SimpleFormat:
         if row.sampling.logprobs is not None:
             more["cumulative_logprob"] = completion.cumulative_logprob
             more["logprobs"] = [logprobs_row(likely) for likely in completion.logprobs or ()]
-        return more
+        return more | routing_fields(completion, of_prompt=False)
+
+
+def format_of(context: RowContext, name: str = "simple") -> SimpleFormat:
+    """The format ``name`` with the options of ``context``."""
+    return SimpleFormat(
+        name=name,
+        token_ids=context.token_ids,
+        per_request_metrics=context.per_request_metrics,
+        numbered=context.numbered,
+    )
 
 
 class SimpleReader(LineReader):
@@ -86,7 +115,7 @@ class SimpleReader(LineReader):
 
     def __init__(self, context: RowContext, source: InputSource) -> None:
         super().__init__(context, source)
-        self.format = SimpleFormat(token_ids=context.token_ids, numbered=context.numbered)
+        self.format = format_of(context)
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         try:
@@ -101,7 +130,7 @@ class TextReader(LineReader):
 
     def __init__(self, context: RowContext, source: InputSource) -> None:
         super().__init__(context, source)
-        self.format = SimpleFormat(name="text", token_ids=context.token_ids, numbered=context.numbered)
+        self.format = format_of(context, "text")
 
     def read(self, raw: bytes, number: int, line: int) -> Row | BadRow:
         try:
@@ -124,7 +153,7 @@ def read_values(
             if name not in _FIELDS:
                 raise unknown_field(name, _FIELDS)
         kind = _kind(values)
-        prompts, conversation = _asked(kind, values[kind])
+        prompts, conversation = _asked(kind, values[kind], add_generation_prompt=context.task != EMBED)
         set_fields = {name: values[name] for name in values if name in SAMPLING_FIELDS and values[name] is not None}
         head: dict[str, Any] = {
             "number": number,
@@ -135,14 +164,16 @@ def read_values(
             "conversation": conversation,
         }
         choices = values.get(CHOICES)
+        if choices is not None and context.task not in SCORING_TASKS:
+            raise InputError(f"choices needs --task {SCORE} or --task {CLASSIFY}", field=CHOICES)
         if context.task == GENERATE:
-            if choices is not None:
-                raise InputError(f"choices needs --task {SCORE} or --task {CLASSIFY}", field=CHOICES)
             return Row(**head, sampling=samplings.make(set_fields), limit=set_fields.get("max_tokens"))
         for name in set_fields:
             raise InputError(f"{name} cannot be used with --task {context.task}: nothing is generated", field=name)
+        if context.task == EMBED:
+            return Row(**head, sampling=PROMPT_ONLY, pooling=context.pooling)
         choices = read_choices(choices if choices is not None else context.choices or None)
-        return Row(**head, sampling=SCORING, choices=choices, answered={"task": context.task})
+        return Row(**head, sampling=PROMPT_ONLY, choices=choices, answered={"task": context.task})
     except InputError as error:
         return bad_row(number, line, custom_id, error, kind="messages" if kind == "messages" else "prompt" * bool(kind))
 
@@ -158,9 +189,9 @@ def _kind(values: Mapping[str, Any]) -> str:
     return prompt_fields[0]
 
 
-def _asked(kind: str, value: Any) -> tuple[tuple[Prompt, ...], Conversation | None]:
+def _asked(kind: str, value: Any, *, add_generation_prompt: bool) -> tuple[tuple[Prompt, ...], Conversation | None]:
     if kind == "messages":
-        return (), Conversation(messages=read_messages(value))
+        return (), Conversation(messages=read_messages(value), add_generation_prompt=add_generation_prompt)
     if kind == "prompt":
         if not isinstance(value, str):
             raise InputError("prompt must be a string", field=kind)

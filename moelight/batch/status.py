@@ -202,6 +202,8 @@ def _engine(counts: EngineCounts) -> dict[str, Any]:
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _LATENCIES_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
+_PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _REASONS = ("stop", "length")
 
 
@@ -231,6 +233,15 @@ class MetricsFile(LiveFile):
         self._latency = histogram(
             "vllm:e2e_request_latency_seconds", "Seconds from asking the engine to the whole answer.", _LATENCIES_S
         )
+        self._queue = histogram(
+            "vllm:request_queue_time_seconds", "Seconds from asking the engine to the first pass.", _LATENCIES_S
+        )
+        self._first_token = histogram(
+            "vllm:time_to_first_token_seconds", "Seconds from asking the engine to the first token.", _FIRST_TOKEN_S
+        )
+        self._per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean seconds between two tokens of an answer.", _PER_TOKEN_S
+        )
         for counter in (self._prompt, self._generated):
             counter.labels(model)
         self.begin()
@@ -246,8 +257,15 @@ class MetricsFile(LiveFile):
             self._prompt.labels(self._model).observe(completion.prompt_tokens)
             self._asked += completion.prompt_tokens
             self._cached += completion.cached_tokens
-        if latency_s is not None:
-            self._latency.labels(self._model).observe(latency_s)
+        queue_s = None if completion.metrics is None else completion.metrics.queue_s
+        for times, seconds in (
+            (self._latency, latency_s),
+            (self._queue, queue_s),
+            (self._first_token, completion.time_to_first_token_s),
+            (self._per_token, completion.time_per_output_token_s),
+        ):
+            if seconds is not None:
+                times.labels(self._model).observe(seconds)
 
     def counts(self, counts: JobCounts) -> None:
         self._counts = counts

@@ -15,7 +15,14 @@ from moelight.cli.options import argument, flag, option, refuse_beside, with_opt
 from moelight.cli.tables import say_missing_kernels
 from moelight.core.errors import ConfigError, InputError
 from moelight.core.policy import Policy
-from moelight.core.request import DEFAULT_RESAMPLINGS, MAX_RESAMPLINGS, SamplingParams, StructuredOutputs
+from moelight.core.request import (
+    DEFAULT_RESAMPLINGS,
+    MAX_RESAMPLINGS,
+    PROMPT_ONLY,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputs,
+)
 from moelight.core.small_files import read_error_text, read_json
 from moelight.engine.options import PLANNING, EngineOptions
 
@@ -46,10 +53,21 @@ class JobArguments:
         "File for rows that failed; by default they are written to the output.", metavar="FILE.jsonl"
     )
     task: str = option(
-        "What to do with a row: generate completions; score the log-likelihood of choices after the prompt; or "
-        "classify, which adds the label and probabilities. Choices are those of the row, or of --choice.",
-        metavar="generate|score|classify",
+        "What to do with a row: generate completions; score the log-likelihood of choices after the prompt; "
+        "classify, which adds the label and probabilities; or embed, which returns the pooled hidden states of the "
+        "prompt. Choices are those of the row, or of --choice.",
+        metavar="generate|score|classify|embed",
         default="generate",
+    )
+    pooling: str | None = option(
+        "Pooling of embeddings; by default the checkpoint's (sentence-transformers), else last.",
+        metavar="last|mean|cls",
+    )
+    normalize: bool | None = option(
+        "Divide embeddings by their L2 norm, or do not; by default as the checkpoint says (sentence-transformers)."
+    )
+    dimensions: int | None = option(
+        "Number of leading dimensions of embeddings to keep (Matryoshka); by default all.", min=1, metavar="N"
     )
     format: str = option(
         "Input format: auto, openai, simple, text, csv or parquet; auto detects it from the file.", default="auto"
@@ -63,6 +81,9 @@ class JobArguments:
     )
     order: str = option("Order of the output rows: input or completion.", default="input")
     token_ids: bool = option("Include token_ids in every output row (simple format).", default=False)
+    per_request_metrics: bool = option(
+        "Include the time to the first token, per token and in the queue in every output row.", default=False
+    )
     restart: bool = option("Discard the rows of an earlier run and start again.", default=False)
     allow_changed: bool = option("Resume even if the model, prompts or options have changed.", default=False)
     atomic: bool = option("Write the output file atomically, at the end of the job.", default=False)
@@ -100,6 +121,9 @@ class JobArguments:
     )
     prompt_logprobs: int | None = option(
         "Number of log probabilities to return per prompt token; -1 returns the whole vocabulary.", min=-1, metavar="K"
+    )
+    return_routed_experts: bool = option(
+        "Return the experts that each token of the prompt and the completion was routed to, per layer.", default=False
     )
     json_schema: Path | None = option("Constrain completions to JSON that matches this schema.", metavar="FILE.json")
     regex: str | None = option("Constrain completions to this regular expression.", metavar="REGEX")
@@ -189,7 +213,8 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
     """Return the job of the options; without ``--output``, rows go to the table if ``as_table``, else to stdout."""
     from moelight.batch.options import Durability, JobOptions
     from moelight.batch.output import STANDARD_OUTPUT
-    from moelight.batch.scoring import GENERATE, SCORING, check_task, read_choices
+    from moelight.batch.scoring import read_choices
+    from moelight.batch.tasks import GENERATE, SCORING_TASKS, check_task
     from moelight.experts.options import ExpertOptions
     from moelight.lang.files import load_expert_policy
     from moelight.optimizer.fixed_values import check_activations, check_dtype
@@ -202,9 +227,12 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
     engine.draft_tokens()
     policy = None if arguments.policy is None else read_policy(arguments.policy, engine)
     check_task(arguments.task)
-    scores = arguments.task != GENERATE
-    if scores:
+    generates, scores = arguments.task == GENERATE, arguments.task in SCORING_TASKS
+    if not generates:
         _refuse_sampling(arguments)
+    pooling = PoolingParams(
+        pooling_type=arguments.pooling, normalize=arguments.normalize, dimensions=arguments.dimensions
+    )
     if arguments.order not in _ORDERS:
         raise ConfigError(f"--order must be {' or '.join(_ORDERS)}, not {arguments.order!r}")
     static = arguments.expert_policy == "static"
@@ -223,7 +251,8 @@ def read_options(arguments: JobArguments, engine: EngineOptions, *, as_table: bo
         **_fields_of(JobOptions, engine),
         **_fields_of(JobOptions, arguments),
         "policy": policy,
-        "sampling": SCORING if scores else _sampling(arguments),
+        "sampling": _sampling(arguments) if generates else PROMPT_ONLY,
+        "pooling": pooling,
         "choices": read_choices(arguments.choice) if scores and arguments.choice else (),
         "durability": Durability(**_fields_of(Durability, arguments), sync_s=arguments.sync_interval),
         "experts": experts,
@@ -248,7 +277,12 @@ def _sampling(arguments: JobArguments) -> SamplingParams:
 
 def _refuse_sampling(arguments: JobArguments) -> None:
     """Raise ConfigError for an option of sampling, since nothing is generated."""
+    from moelight.batch.tasks import SCORING_TASKS
+
     names = {*_fields_of(SamplingParams, arguments), "stop_token_id", "json_schema", "regex", "token_ids"} - {"seed"}
+    names.add("per_request_metrics")
+    if arguments.task not in SCORING_TASKS:
+        names.add("choice")
     for item in fields(arguments):
         if item.name in names and getattr(arguments, item.name) != item.default:
             raise ConfigError(

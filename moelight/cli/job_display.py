@@ -137,13 +137,13 @@ def _speed_words(counts: JobCounts, binding: Binding | None) -> tuple[str, str]:
     return speed, "" if binding is None else f"{binding.lane} {share_text(binding.share)}"
 
 
-def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "") -> str:
-    """Return the end line: completions, tokens, speed and peak memory; ``output`` is the path of the rows. If nothing
-    is generated, tokens are those of the prompts."""
+def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "", generates: bool = True) -> str:
+    """Return the end line: completions, tokens, speed and peak memory; ``output`` is the path of the rows. Of a job
+    that does not generate, rows and tokens of prompts."""
     bad = f", {failed:,} failed" if failed else ""
     where = f" -> {output}" if output else ""
     rows, tokens, speed = f"{completed:,} completions", f"{stats.completion_tokens:,} tokens", stats.tokens_per_s
-    if not stats.completion_tokens and stats.prompt_tokens:
+    if not generates:
         rows, tokens = f"{completed:,} rows", f"{stats.prompt_tokens:,} prompt tokens"
         speed = stats.prompt_tokens / stats.wall_s
     if drafted := stats.counts.get("drafted_tokens"):
@@ -248,7 +248,8 @@ def _last_lines(result: JobResult, options: JobOptions) -> Iterator[tuple[str, S
         yield f"{output} is complete already: {result.completed:,} rows answered{bad}; --restart answers them anew", ()
         return
     if result.stats is not None and result.stats.passes:
-        yield end_line(result.stats, completed=result.completed, failed=result.failed, output=output), ()
+        counted = {"completed": result.completed, "failed": result.failed}
+        yield end_line(result.stats, **counted, output=output, generates=result.generates), ()
     if result.state == INTERRUPTED:
         counts = JobCounts(total=result.total, completed=result.completed, failed=result.failed, running=result.running)
         yield interrupted_line(counts, output=output), _command(options)

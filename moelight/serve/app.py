@@ -20,10 +20,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from moelight.batch.openai_answers import ENDPOINTS
 from moelight.serve.auth import Guard
 from moelight.serve.http import ON_ERROR, ApiError, Upload, chunks, find_or_404, page_response, read_body
 from moelight.serve.store import OPEN, Batch, DataDirectory, StoredFile, private
-from moelight.serve.worker import ENDPOINTS, Worker
+from moelight.serve.worker import Worker
 
 _HOUR_S = 3600
 _FORM_BYTES = 1 << 17  # boundaries, headers and fields around the file
@@ -113,7 +114,7 @@ class Api:
     async def create_batch(self, request: Request) -> Response:
         asked = await read_body(request, _BatchBody)
         if asked.endpoint not in ENDPOINTS:
-            message = f"endpoint {asked.endpoint[:80]!r} is not served; {' and '.join(ENDPOINTS)} are"
+            message = f"endpoint {asked.endpoint[:80]!r} is not served; {', '.join(ENDPOINTS)} are"
             raise ApiError(400, message, param="endpoint", code="invalid_endpoint")
         if asked.output_expires_after is not None:
             message = "files do not expire here: leave output_expires_after out, and delete the output when it is read"

@@ -20,7 +20,6 @@ from moelight.serve import jobs
 from moelight.serve.jobs import Job, JobRunner
 from moelight.serve.store import Batch, BatchFailure, DataDirectory, RowCounts, StoredFile
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 _MAX_LINE_BYTES = 16 << 20  # longer lines are counted and not parsed
 _MAX_FAULTS = 100
 _BOM = b"\xef\xbb\xbf"

@@ -11,7 +11,7 @@ import pytest
 from moelight.batch.progress import JobCounts, JobStart
 from moelight.batch.status import MetricsFile
 from moelight.batch.time_left import TimeLeft
-from moelight.core.request import Completion
+from moelight.core.request import Completion, RequestMetrics
 from moelight.core.schedule import Lane
 from moelight.observe.stats import LaneStats, RunStats
 
@@ -103,13 +103,32 @@ def test_a_job_is_told_in_vllms_names(tmp_path: Path) -> None:
     assert result["moelight_lane_busy_seconds_total"][(("lane", "cpu"), OF_MODEL)] == 0.25
 
 
-@pytest.mark.parametrize("name", ["request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "time_to_first_token_seconds",
+        "request_time_per_output_token_seconds",
+    ],
+)
 def test_buckets_hold_all_that_is_below_them(tmp_path: Path, name: str) -> None:
     path = tmp_path / "moelight.prom"
     metrics = MetricsFile(path, "m", TimeLeft())
     values = (1, 5, 6, 10_000, 200_000)
     for value in values:
-        ended = Completion(index=0, text="", token_ids=(0,) * value, finish_reason="stop", prompt_tokens=value)
+        tokens = 2 if name == "request_time_per_output_token_seconds" else value
+        first_s = 0.0 if name == "time_to_first_token_seconds" else 1.0
+        ended = Completion(
+            index=0,
+            text="",
+            token_ids=(0,) * tokens,
+            finish_reason="stop",
+            prompt_tokens=value,
+            metrics=RequestMetrics(queue_s=value, first_token_s=first_s, generation_s=value),
+        )
         metrics.completion(ended, room=1, latency_s=float(value))
     metrics.ended("completed")
     result = parse(path.read_text())

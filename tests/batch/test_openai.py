@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moelight.batch.fields import RowContext
@@ -17,7 +20,14 @@ from moelight.batch.openai import OpenAIReader
 from moelight.batch.openai_answers import OpenAIFormat
 from moelight.batch.rows import AnswerHeader, BadRow, Row, to_json_line
 from moelight.batch.source import open_input_source
-from moelight.core.request import Completion, Logprob, SamplingParams, StructuredOutputs
+from moelight.core.request import (
+    PROMPT_ONLY,
+    Completion,
+    Logprob,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputs,
+)
 from tests.hostile.batch_lines import BAD, CHAT, COMPLETIONS, GOOD, chat, completion
 
 SERVED = AnswerHeader(model="org/model", created=1700000000, job="input-1")
@@ -168,7 +178,7 @@ def test_another_model_is_not_found_unless_models_are_ignored(tmp_path: Path) ->
         (chat("a", stream=True), "stream", "a batch is not streamed"),
         (chat("a", messages=[]), "messages", "messages must be"),
         (chat("a", add_special_tokens=True), "add_special_tokens", "the chat template writes them"),
-        ({**chat("a"), "url": "/v1/embeddings"}, "url", f"{CHAT} and {COMPLETIONS} are served"),
+        ({**chat("a"), "url": "/v1/responses"}, "url", f"{COMPLETIONS} and /v1/embeddings are served"),
         ({**chat("a"), "boddy": {}}, "boddy", "did you mean 'body'?"),
     ],
 )
@@ -361,3 +371,65 @@ def test_good_and_bad_kinds_without_a_tokenizer(tmp_path: Path) -> None:
         rows = list(result.rows())
     assert all(isinstance(row, Row) for row in rows[: len(GOOD)])
     assert [row.code for row in rows[len(GOOD) :] if isinstance(row, BadRow)] == [code for _, code in BAD.values()]
+
+
+def embedding(**body: Any) -> dict[str, Any]:
+    return {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"model": "org/model", **body}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ([[1, 2], [3]], ((1, 2), (3,)))],
+)
+def test_inputs_of_embeddings(prompt: Any, prompts: tuple[Any, ...]) -> None:
+    job = PoolingParams(pooling_type="mean", dimensions=9)
+    result = row(embedding(input=prompt, dimensions=4, user="someone"), pooling=job)
+    assert (result.kind, result.prompts, result.sampling) == ("/v1/embeddings", prompts, PROMPT_ONLY)
+    assert result.pooling == PoolingParams(pooling_type="mean", dimensions=4)
+    assert row(embedding(input=prompt, normalize=True), pooling=job).pooling == PoolingParams(
+        pooling_type="mean", normalize=True, dimensions=9
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "input", "input is missing"),
+        ({"input": []}, "input", "input must be a string, a list of strings, a list of token ids"),
+        ({"input": ["a", [1]]}, "input", "input must be a string"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "must be float or base64, not 'hex'"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "dimensions must be an integer of at least 1, not 0"),
+        ({"input": "a", "dimensions": "many"}, "dimensions", "dimensions must be `?int"),
+        ({"input": "a", "dimension": 3}, "dimension", "did you mean 'dimensions'"),
+        ({"input": "a", "temperature": 0}, "temperature", "unknown field 'temperature'"),
+        ({"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "prompts are not cut"),
+        ({"input": "a", "add_special_tokens": False}, "add_special_tokens", "the tokenizer puts them"),
+        ({"input": "a", "model": "gpt-4o"}, "model", "is not the loaded one"),
+    ],
+)
+def test_embeddings_that_cannot_be_served(body: dict[str, Any], param: str, says: str) -> None:
+    result = bad(embedding(**body))
+    assert (result.kind, result.custom_id, result.param) == ("/v1/embeddings", "e", param)
+    assert re.search(says, result.message), result.message
+
+
+def test_a_list_of_embeddings() -> None:
+    from openai.types import CreateEmbeddingResponse
+
+    vectors = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
+    completions = [
+        Completion(index=n, text="", token_ids=(), finish_reason="length", prompt_tokens=3 + n, embedding=vectors[n])
+        for n in range(2)
+    ]
+    written = OpenAIFormat()
+    line = json.loads(to_json_line(written.answer(row(embedding(input=["a", "b"])), completions, SERVED)))
+    body = line["response"]["body"]
+    answer = CreateEmbeddingResponse.model_validate(body, strict=True)
+    assert (line["custom_id"], line["error"], answer.object, answer.model) == ("e", None, "list", "org/model")
+    assert np.array_equal(np.array([item.embedding for item in answer.data], dtype=np.float32), vectors)
+    assert [item.index for item in answer.data] == [0, 1]
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (7, 7)
+    encoded = row(embedding(input=["a", "b"], encoding_format="base64"))
+    data = written.answer(encoded, completions, SERVED)["response"]["body"]["data"]
+    raw = b"".join(base64.b64decode(item["embedding"]) for item in data)
+    assert np.array_equal(np.frombuffer(raw, dtype="<f4").reshape(2, 5), vectors)

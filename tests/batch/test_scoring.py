@@ -16,8 +16,10 @@ from moelight.batch.input import open_input
 from moelight.batch.job import run_job
 from moelight.batch.options import Durability, JobOptions
 from moelight.batch.rows import BadRow, Row
-from moelight.batch.scoring import CLASSIFY, SCORE, SCORING, encode_choices
+from moelight.batch.scoring import encode_choices
+from moelight.batch.tasks import CLASSIFY, SCORE
 from moelight.core.errors import InputError
+from moelight.core.request import PROMPT_ONLY
 from tests.batch.playing import DEMO, StandIn, prompts, rows
 from tests.cli.program import moelight_inside
 
@@ -43,7 +45,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         output=out,
         task=CLASSIFY,
         choices=FALLBACK,
-        sampling=SCORING,
+        sampling=PROMPT_ONLY,
         dtype="float32",
         host_memory=1 << 30,
     )
@@ -110,7 +112,7 @@ def test_choices_that_merge_with_the_prompt_are_scored_from_one_token_on() -> No
     tokenizer: Any = Letters()
 
     def encoded(prompt: str, *choices: str) -> list[tuple[str, int]]:
-        how: dict[str, Any] = {"sampling": SCORING, "choices": choices}
+        how: dict[str, Any] = {"sampling": PROMPT_ONLY, "choices": choices}
         row = Row(number=0, line=1, custom_id=None, kind="prompt", prompts=(prompt,), **how)
         prompts = encode_choices(row, tokenizer, 9)
         return [("".join(map(chr, prompt.token_ids[1:])), prompt.scored_from) for prompt in prompts]
@@ -132,7 +134,7 @@ def test_rows_that_cannot_be_scored(engine: StandIn, tmp_path: Path) -> None:
         {"prompt": "a", "choices": ["x"], "temperature": 1.0},
         {"prompt": "a", "choices": ["x"], "max_tokens": 0},
     )
-    result = run_job(JobOptions(prompts=path, output=out, task=SCORE, sampling=SCORING))
+    result = run_job(JobOptions(prompts=path, output=out, task=SCORE, sampling=PROMPT_ONLY))
     assert (result.completed, result.failed) == (0, 7)
     assert [row["error"]["message"] for row in rows(out)] == [
         "choices is missing, and the job has no --choice",
@@ -163,7 +165,7 @@ def test_tables_and_texts_have_choices(name: str, content: str, tmp_path: Path) 
     with open_input(path, RowContext(task=SCORE, choices=(" yes", " no"))) as source:
         (row,) = source.rows()
     assert isinstance(row, Row) and row.choices == (" yes", " no")
-    assert row.sampling is SCORING and row.prompts == ("is it?",)
+    assert row.sampling is PROMPT_ONLY and row.prompts == ("is it?",)
 
 
 def test_batch_lines_are_not_scored(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_batch_lines_are_not_scored(tmp_path: Path) -> None:
 
 def test_a_resumed_job_has_its_task(tmp_path: Path) -> None:
     path, out = prompts(tmp_path, *ROWS), tmp_path / "out.jsonl"
-    how: dict[str, Any] = {"prompts": path, "output": out, "choices": FALLBACK, "sampling": SCORING}
+    how: dict[str, Any] = {"prompts": path, "output": out, "choices": FALLBACK, "sampling": PROMPT_ONLY}
     assert run_job(JobOptions(**how, task=SCORE)).completed == len(ROWS)
     assert run_job(JobOptions(**how, task=SCORE)).state == "done before"
     with pytest.raises(InputError, match='task: was "score", is "classify"'):

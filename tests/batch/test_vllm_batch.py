@@ -41,7 +41,7 @@ EXPECTED: dict[int, tuple[str, int] | str] = {
     30: ("length", 6),
     31: "unknown_field",
     32: ("stop", 11),
-    33: "invalid_url",
+    33: ("embeddings", 1),
     34: ("length", 6),
     35: ("length", 12),
     36: ("length", 6),
@@ -77,6 +77,8 @@ def outcome(row: dict[str, Any]) -> tuple[str, int] | str:
         assert row["error"]["code"] == body["error"]["code"]
         assert row["error"]["error"]["code"] == row["response"]["status_code"] in (400, 404)
         return str(body["error"]["code"])
+    if body["object"] == "list":
+        return "embeddings", len(body["data"])
     cut = body["choices"][0]["finish_reason"] == "length" and row["custom_id"] == "json-schema-unserved"
     assert row["response"]["status_code"] == 200
     assert (row["error"] or {}).get("code") == ("structured_output_truncated" if cut else None)

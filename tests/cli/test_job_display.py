@@ -245,6 +245,13 @@ def test_the_first_and_the_last_line_say_it_all() -> None:
     assert end_line(stats, completed=7, failed=1, output="out.jsonl") == (
         "7 completions, 1 failed, 900 tokens in 2.00 s (450 tok/s), load 0.5 s, peak memory 3.0GiB -> out.jsonl"
     )
+    no_answers = replace(stats, completion_tokens=0)
+    assert end_line(no_answers, completed=7, failed=0) == (
+        "7 completions, 0 tokens in 2.00 s (0 tok/s), load 0.5 s, peak memory 3.0GiB"
+    )
+    assert end_line(no_answers, completed=7, failed=0, generates=False) == (
+        "7 rows, 5 prompt tokens in 2.00 s (2 tok/s), load 0.5 s, peak memory 3.0GiB"
+    )
     under_way = replace(COUNTS, running=1380)
     assert interrupted_line(under_way, output="out.jsonl") == (
         "interrupted: 12,340 of 100,000 rows are kept in out.jsonl; 1,380 answers were under way and are computed "

@@ -67,6 +67,7 @@ MEASURED = [
     (re.compile(r"; [\d.]+ s, [\d.]+ GB/s"), "; …"),
     (re.compile(r'"created": \d+'), '"created": …'),
     (re.compile(r'"(logprob|probability)": [-\d.e]+'), r'"\1": …'),
+    (re.compile(r'"embedding": \[[-\d.e, ]+\]'), r'"embedding": …'),
 ]
 # What is shortened where a document is brought up to date.
 _LONG = re.compile(r"\b([0-9a-f]{4})[0-9a-f]{12,}\b|(?<=[_-])([0-9a-f]{4})[0-9a-f]{12,}\b")

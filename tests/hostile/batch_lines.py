@@ -134,7 +134,7 @@ BAD: dict[str, tuple[Callable[[str], bytes], str]] = {
     "no body": (lambda i: _dump(_without(chat(i), "body")), "missing_required_parameter"),
     "body a list": (lambda i: _dump({**chat(i), "body": []}), "invalid_request"),
     "body a text": (lambda i: _dump({**chat(i), "body": json.dumps(chat(i)["body"])}), "invalid_request"),
-    "embeddings": (lambda i: _dump({**chat(i), "url": "/v1/embeddings"}), "invalid_url"),
+    "embeddings": (lambda i: _dump({**chat(i), "url": "/v1/responses"}), "invalid_url"),
     "responses": (lambda i: _dump({**chat(i), "url": "/v1/responses"}), "invalid_url"),
     "whole address": (lambda i: _dump({**chat(i), "url": f"http://127.0.0.1{CHAT}"}), "invalid_url"),
     "a file's address": (lambda i: _dump({**chat(i), "url": "file:///etc/passwd"}), "invalid_url"),

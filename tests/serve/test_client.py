@@ -112,6 +112,15 @@ def test_what_is_not_served_says_what_is(server: Standing) -> None:
     assert refused.value.param == "output_expires_after"
 
 
+def test_a_batch_of_embeddings_is_taken(server: Standing) -> None:
+    sent = lines(2).replace(b"/v1/chat/completions", b"/v1/embeddings")
+    done = server.finished(server.begin(sent, endpoint="/v1/embeddings"))
+    assert (done.status, done.endpoint, done.request_counts.completed) == ("completed", "/v1/embeddings", 2)
+    with pytest.raises(openai.BadRequestError, match=r"/v1/completions, /v1/embeddings are") as refused:
+        server.begin(lines(1), endpoint="/v1/responses")
+    assert refused.value.param == "endpoint"
+
+
 def test_pages(server: Standing) -> None:
     made = [server.begin(lines(1)) for _ in range(3)]
     for batch in made:

@@ -85,7 +85,7 @@ GOOD = {"input_file_id": "file-0", "endpoint": "/v1/chat/completions", "completi
         (b"\xff", 400, None),
         (b"[" * 100_000, 400, None),
         (b"{}", 400, "input_file_id"),
-        ({**GOOD, "endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({**GOOD, "endpoint": "/v1/responses"}, 400, "endpoint"),
         ({**GOOD, "endpoint": 3}, 400, "endpoint"),
         ({**GOOD, "completion_window": "soon"}, 400, "completion_window"),
         ({**GOOD, "completion": "24h"}, 400, "completion"),

@@ -373,7 +373,7 @@ class ClusterJob:
         state.rows += 1
         state.slot.failures = 0
         job.ledger.put(result.number, result.data, failed=result.failed, totals=result.totals or None)
-        for reason, sample, prompt_tokens, tokens, cached, room, latency_s in result.completions:
+        for reason, sample, prompt_tokens, tokens, cached, room, latency_s, metrics in result.completions:
             self._written_tokens += tokens
             state.returned_tokens += tokens
             completion = Completion(
@@ -384,6 +384,7 @@ class ClusterJob:
                 prompt_tokens=prompt_tokens,
                 sample=sample,
                 cached_tokens=cached,
+                metrics=metrics,
             )
             job.told.completion(completion, room=room, latency_s=latency_s)
         if result.bad is not None:

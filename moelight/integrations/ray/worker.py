@@ -36,7 +36,7 @@ from moelight.batch.row_processor import JobInput, RowProcessor
 from moelight.batch.rows import BadRow, Row
 from moelight.batch.trace_header import trace_header
 from moelight.core.errors import CheckpointError, UserError
-from moelight.core.request import Completion
+from moelight.core.request import Completion, RequestMetrics
 from moelight.engine.model import LazyModel, PlannedModel, model_facts
 from moelight.observe.stats import RunStats
 from moelight.profiles.workload import Workload
@@ -81,9 +81,9 @@ class EnginePlan:
     kv_dtype: str
 
 
-# finish_reason, sample, prompt_tokens, completion_tokens, cached_tokens, room, latency_s
+# finish_reason, sample, prompt_tokens, completion_tokens, cached_tokens, room, latency_s, metrics
 Entry: TypeAlias = tuple[int, int, bytes | Row | BadRow]  # number, line, and what `Input.read_entry` takes
-CompletionFigures: TypeAlias = tuple[str, int, int, int, int, int, float | None]
+CompletionFigures: TypeAlias = tuple[str, int, int, int, int, int, float | None, RequestMetrics | None]
 
 
 class RowResult(msgspec.Struct, array_like=True):
@@ -238,6 +238,7 @@ class _Answers(Progress):
             completion.cached_tokens,
             room,
             latency_s,
+            completion.metrics,
         )
         self._completions.setdefault(self.number, []).append(figures)
 
@@ -279,9 +280,11 @@ def _reader(setup: WorkerSetup, model: LazyModel) -> Input:
         models=ModelNames.of(options.model, ignore=options.ignore_model),
         vocabulary=model,
         token_ids=options.token_ids,
+        per_request_metrics=options.per_request_metrics,
         numbered=options.durability.order == "completion",
         task=options.task,
         choices=tuple(options.choices),
+        pooling=options.pooling,
     )
     nothing: Any = SimpleNamespace(name="", size_bytes=0, digest=str)
     return FORMATS.get(setup.format if setup.format in _LINES else "simple")(context, nothing)

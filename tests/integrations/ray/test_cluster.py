@@ -21,7 +21,7 @@ from benchmarks.jobs_sections.mixed_rows import write_mixed_rows
 from moelight.batch.job import forecast_job, run_job
 from moelight.batch.options import Durability, JobOptions
 from moelight.core.errors import ConfigError
-from moelight.core.request import SamplingParams
+from moelight.core.request import PROMPT_ONLY, SamplingParams
 from moelight.integrations.ray.cluster import ClusterOptions, _short
 from moelight.integrations.ray.job import answer_on, plan_on
 from moelight.integrations.ray.leases import LeaseSizes
@@ -29,6 +29,7 @@ from moelight.integrations.ray.worker import EngineReport, EngineWorker
 from tests.batch import calling
 from tests.batch.playing import Heard
 from tests.integrations.ray.node import HEAD, NODE, patience
+from tests.integrations.ray.test_job import PROMPT_TASKS, assert_rows_of_prompts, prompt_rows
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'moelight[ray]'")
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # Ray's own
@@ -92,6 +93,17 @@ def test_two_engines_answer_as_one(cluster: Any, prompts: Path) -> None:
     traces = sorted(prompts.parent.glob("run.*.json"))
     assert len(traces) == 2
     assert any(json.loads(trace.read_text())["traceEvents"] for trace in traces)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("task", PROMPT_TASKS)
+def test_prompts_of_which_nothing_is_generated(task: str, cluster: Any, tmp_path: Path) -> None:
+    path = prompt_rows(tmp_path / "prompts.csv")
+    how = {"task": task, "sampling": PROMPT_ONLY, "dtype": "float32", **PROMPT_TASKS[task]}
+    run_job(job(path, "alone.jsonl", **how))
+    result = run_job(job(path, "two.jsonl", **how), answer=answer_on(on(cluster, num_cpus=0.5), sizes=SMALL))
+    assert result.state == "done"
+    assert_rows_of_prompts(rows(path, "two.jsonl"), rows(path, "alone.jsonl"))
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ import pytest
 from moelight.batch.job import Interrupt, JobAnswers, JobRun, run_job
 from moelight.batch.options import Durability, JobOptions, JobResult
 from moelight.core.errors import ConfigError
-from moelight.core.request import Request, SamplingParams
+from moelight.core.request import PROMPT_ONLY, PoolingParams, Request, SamplingParams
 from moelight.integrations.ray import job as cluster_job
 from moelight.integrations.ray.job import ClusterJob
 from moelight.integrations.ray.leases import LeaseSizes
@@ -61,11 +61,9 @@ def run(
             cluster.interrupt = interrupt  # type: ignore[attr-defined]
             return ClusterJob(job, cluster, sizes, shown=heard is not None).run(interrupt)  # type: ignore[arg-type]
 
-    inputs = JobOptions(
-        prompts=path, output=path.with_name("out.jsonl"), sampling=SamplingParams(max_tokens=4, seed=0), **options
-    )
+    inputs = {"output": path.with_name("out.jsonl"), "sampling": SamplingParams(max_tokens=4, seed=0), **options}
     try:
-        return run_job(inputs, answer=answer, progress=heard)
+        return run_job(JobOptions(prompts=path, **inputs), answer=answer, progress=heard)
     finally:
         cluster.close()
 
@@ -102,6 +100,47 @@ def test_rows_are_those_of_one_engine_in_order_with_their_errors(tmp_path: Path,
     assert result.failed == sum("error" in row for row in rows(path)) > 20
     assert result.first_error is not None
     assert result.first_error.line == 6  # the first of the input, whichever was known first
+
+
+PROMPT_TASKS: dict[str, dict[str, Any]] = {
+    "classify": {"choices": (" yes", " no")},
+    "embed": {"pooling": PoolingParams(pooling_type="mean", normalize=True, dimensions=6)},
+}
+
+
+def prompt_rows(path: Path) -> Path:
+    """A table, which the driver reads, with a prompt that is refused."""
+    lines = [f"{n},{'add ' * (1 + n % 5)}{n} =" for n in range(12)]
+    path.write_text("id,prompt\n" + "\n".join([*lines, "13,"]) + "\n")
+    return path
+
+
+def figures(row: dict[str, Any]) -> list[float]:
+    return row.get("embedding", [score["logprob"] for score in row.get("scores", ())])
+
+
+def assert_rows_of_prompts(result: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Equal but for the last bits of numbers, which depend on how passes were packed."""
+    assert [sorted(row) for row in result] == [sorted(row) for row in expected]
+    for row, other in zip(result, expected, strict=True):
+        assert (row["custom_id"], row.get("label"), row.get("error")) == (
+            other["custom_id"],
+            other.get("label"),
+            other.get("error"),
+        )
+        assert figures(row) == pytest.approx(figures(other), abs=1e-3)
+    assert sum("error" in row for row in result) == 1
+
+
+@pytest.mark.parametrize("task", PROMPT_TASKS)
+def test_prompts_of_which_nothing_is_generated(task: str, tmp_path: Path) -> None:
+    """By workers with the bundled model, in threads."""
+    path = prompt_rows(tmp_path / "prompts.csv")
+    how = {"task": task, "sampling": PROMPT_ONLY, "dtype": "float32", "host_memory": 1 << 28, **PROMPT_TASKS[task]}
+    run_job(JobOptions(prompts=path, output=path.with_name("alone.jsonl"), **how))
+    result = run(PlayedCluster(EngineWorker, EngineWorker), path, heard=Heard(), **how)
+    assert (result.completed, result.failed, result.generates) == (12, 1, False)
+    assert_rows_of_prompts(rows(path), rows(path, "alone.jsonl"))
 
 
 def test_a_pass_is_refilled_while_it_runs(tmp_path: Path) -> None:
