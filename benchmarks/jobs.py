@@ -1,12 +1,14 @@
 """Jobs: long ones on one machine, on a Ray cluster in this machine, and on simulated clusters.
 
-    python benchmarks/jobs.py [--sections long cluster scale scoring] [--rows 100000] [--model demo] [--scratch DIR]
+    python benchmarks/jobs.py [--sections long cluster scale scoring embedding] [--rows 100000] [--model demo]
+        [--scratch DIR]
 
     long      a job of many short prompts: memory, the journal's share, the engine alone, how soon a killed one goes on
     cluster   Ray in this machine: what the driver bears (--driver-rows 1000000), two and three engines beside one, and
               the simulation beside a measured run (--cluster driver throughput simulator)
     scale     clusters of 1 to 4,096 nodes on the virtual clock (--quick: to 64; --plot docs/guides/ray.png)
     scoring   choices scored after prompts (--model DIR), beside lm-evaluation-harness's class for transformers
+    embedding texts embedded (--model DIR), beside sentence-transformers' way with transformers' AutoModel
 
 The last line is JSON.
 """
@@ -20,10 +22,16 @@ from typing import Any
 
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
 
-from jobs_sections import cluster, long, scale, scoring
+from jobs_sections import cluster, embedding, long, scale, scoring
 from runner.run import add_sections, run, run_sections
 
-SECTIONS = {"long": long.run, "cluster": cluster.run, "scale": scale.run, "scoring": scoring.run}
+SECTIONS = {
+    "long": long.run,
+    "cluster": cluster.run,
+    "scale": scale.run,
+    "scoring": scoring.run,
+    "embedding": embedding.run,
+}
 
 
 def main() -> None:
@@ -47,6 +55,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scored-words", type=int, default=120, help="in each of their prompts")
     parser.add_argument("--harness-dtype", default="bfloat16", help="of the harness; ours is bfloat16")
     parser.add_argument("--harness-batch", type=int, default=16, help="requests in a batch of the harness")
+    parser.add_argument("--embedded-rows", type=int, default=128, help="of the embedding section")
+    parser.add_argument("--embedded-words", type=int, default=64, help="in each of its texts, on average")
+    parser.add_argument("--embedded-batch", type=int, default=32, help="texts in a batch of transformers")
+    parser.add_argument("--embedded-pooling", choices=("mean", "last"), default="mean")
     parser.add_argument("--quick", action="store_true", help="simulate at most 64 nodes")
     parser.add_argument("--plot", type=Path, help="draw the simulated clusters to this file")
 

@@ -26,8 +26,10 @@ from moelight.batch.fields import RowContext, SamplingCache
 from moelight.batch.job import run_job
 from moelight.batch.options import Durability, JobOptions
 from moelight.batch.rows import Row
-from moelight.batch.scoring import SCORE, SCORING, encode_choices
+from moelight.batch.scoring import encode_choices
 from moelight.batch.simple import read_values
+from moelight.batch.tasks import SCORE
+from moelight.core.request import PROMPT_ONLY
 from moelight.engine.tokenizer import Tokenizer
 from moelight.hrm.inventory import inventory
 from moelight.models.checkpoints import open_model
@@ -119,7 +121,7 @@ class Ours:
             output=self._output,
             model=args.model,
             task=SCORE,
-            sampling=SCORING,
+            sampling=PROMPT_ONLY,
             device="cpu",
             dtype="bfloat16",
             durability=Durability(restart=True),
