@@ -54,7 +54,7 @@ QUANTISED = ("packed int4", "packed int4 short", "fp8 blocks", "int8 groups", "m
 INTEGERS = ("packed int4", "packed int8", "gptq int4 in order", "awq rows", "mxfp4", "Q8_0", "Q4_0", "Q5_1", "Q4_K")
 INTEGERS += ("Q6_K",)
 QUANTISED += ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "IQ4_NL", "MXFP4")
-QUANTISED += ("TQ1_0", "IQ2_XXS", "IQ3_S", "IQ1_M")
+QUANTISED += ("TQ1_0", "IQ2_XXS", "IQ3_S", "IQ1_M", "nvfp4", "nf4", "mlx int4")
 
 
 def experts(dtype: torch.dtype) -> ExpertTable:
