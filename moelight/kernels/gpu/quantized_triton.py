@@ -743,7 +743,8 @@ def nf4(code):
     second = one_of_four(code, _NF4[4], _NF4[5], _NF4[6], _NF4[7])
     third = one_of_four(code, _NF4[8], _NF4[9], _NF4[10], _NF4[11])
     last = one_of_four(code, _NF4[12], _NF4[13], _NF4[14], _NF4[15])
-    return tl.where(code < 8, tl.where(code < 4, first, second), tl.where(code < 12, third, last))
+    upper = (code & 4) != 0
+    return tl.where((code & 8) != 0, tl.where(upper, last, third), tl.where(upper, second, first))
 
 
 @triton.jit
