@@ -17,6 +17,8 @@ from moelight.engine.batcher import RunningSequence
 
 LONGEST_MATCH = 16  # tokens; longer ones predict no better
 LEAST_MATCH = 2
+RESUMED = 4  # a repetition of so many tokens is resumed after other tokens, unless there is a match as long
+NEAR = 8  # tokens before and after the place expected
 ORDER = 3  # tokens that an entry of `Continuations` is found by
 STORED_TOKENS, ENTRIES = 1 << 20, 1 << 19
 PIECE = 64  # tokens that a growing answer adds to `Continuations` at a time
@@ -94,6 +96,14 @@ class _Cursor:
     match: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Interrupted:
+    """A repetition that other tokens interrupted, so many ``tokens`` ago: it would go on at position ``at`` now."""
+
+    at: int
+    tokens: int
+
+
 class History:
     """The tokens of one sequence, in which it looks up what may follow."""
 
@@ -102,6 +112,7 @@ class History:
         self._buffer[: len(prompt)] = prompt
         self._count = self._stored = len(prompt)
         self._cursor: _Cursor | None = None
+        self._interrupted: _Interrupted | None = None
 
     def extend(self, token_ids: list[int]) -> None:
         """Append new tokens."""
@@ -109,9 +120,16 @@ class History:
         if end > len(self._buffer):
             self._buffer = np.concatenate((self._buffer, np.empty(end, dtype=np.int32)))
         self._buffer[self._count : end] = token_ids
+        if (gap := self._interrupted) is not None:
+            self._interrupted = _Interrupted(gap.at + len(token_ids), gap.tokens + len(token_ids))
         if (cursor := self._cursor) is not None:
-            repeated = self._buffer[cursor.at : cursor.at + len(token_ids)].tolist() == token_ids
-            self._cursor = _Cursor(cursor.at + len(token_ids), cursor.match + len(token_ids)) if repeated else None
+            at, before = cursor.at + len(token_ids), self._buffer[cursor.at : cursor.at + len(token_ids)].tolist()
+            pairs = zip(before, token_ids, strict=True)
+            repeated = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            goes_on = repeated == len(token_ids)
+            self._cursor = _Cursor(at, cursor.match + repeated) if goes_on else None
+            if cursor.match + repeated >= RESUMED:
+                self._interrupted = None if goes_on else _Interrupted(at, len(token_ids) - repeated - 1)
         self._count = end
 
     def __len__(self) -> int:
@@ -130,6 +148,9 @@ class History:
         if self._cursor is None or self._cursor.match < LONGEST_MATCH:
             self._cursor = _longest_match(tokens)
         at, match = (0, 0) if self._cursor is None else (self._cursor.at, min(self._cursor.match, LONGEST_MATCH))
+        if match < RESUMED and (resumed := self._resumed(tokens)) is not None:
+            self._cursor = _Cursor(resumed, 1)
+            return Draft(tuple(tokens[resumed : resumed + count].tolist()), 1)
         if match < LONGEST_MATCH:
             shared = continuations.find(tokens, count)
             if shared.match > match and shared.token_ids:
@@ -137,6 +158,18 @@ class History:
         if match < LEAST_MATCH:
             return NO_DRAFT
         return Draft(tuple(tokens[at : at + count].tolist()), match)
+
+    def _resumed(self, tokens: np.ndarray) -> int | None:
+        """Where an interrupted repetition goes on: after the last token, if that occurs near the place expected, or
+        else at that place, as if one token took the place of another. None a few tokens later."""
+        if (gap := self._interrupted) is None or gap.tokens > NEAR or gap.at >= len(tokens) - 1:
+            return None
+        expected = gap.at
+        begin = max(0, expected - NEAR - 1)
+        near = np.flatnonzero(tokens[begin : min(expected + NEAR, len(tokens) - 1)] == tokens[-1]) + begin + 1
+        if not len(near):
+            return expected
+        return int(near[np.argmin(np.abs(near - expected))])
 
 
 def _longest_match(tokens: np.ndarray) -> _Cursor | None:

@@ -16,7 +16,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Request, SamplingParams
 from moelight.engine import drafts
 from moelight.engine.batcher import MicroBatchPlan, RunningSequence, SequenceChunk
-from moelight.engine.drafts import LEAST_MATCH, LONGEST_MATCH, ORDER, PIECE, Draft, NgramDrafts
+from moelight.engine.drafts import LEAST_MATCH, LONGEST_MATCH, ORDER, PIECE, RESUMED, Draft, NgramDrafts
 from moelight.engine.planning import hardware_for
 from moelight.engine.speculation import DraftPrices, Speculation
 from moelight.hrm.machine_model import slowed, speeds_of
@@ -54,8 +54,11 @@ def test_a_draft_follows_the_longest_match(tokens: list[int], cut: int, count: i
         growing.generated.append(tokens[at])
         draft = source.draft(growing, count)
         seen = tokens[: at + 1]
-        assert draft.match == (longest(seen) if longest(seen) >= LEAST_MATCH else 0)
-        if draft.match:
+        if draft.match == 1:  # a repetition that goes on after other tokens
+            assert longest(seen) < RESUMED
+        else:
+            assert draft.match == (longest(seen) if longest(seen) >= LEAST_MATCH else 0)
+        if draft.match > 1:
             assert 1 <= len(draft.token_ids) <= count
             text, follows = [*seen[-draft.match :], *draft.token_ids], range(len(seen))
             assert any(seen[begin : begin + len(text)] == text for begin in follows)
@@ -63,6 +66,34 @@ def test_a_draft_follows_the_longest_match(tokens: list[int], cut: int, count: i
 
 def test_of_equal_matches_the_latest_counts() -> None:
     assert NgramDrafts().draft(sequence([1, 2, 3, 1, 2, 4, 5, 1], [2]), 2) == Draft((4, 5), 2)
+
+
+@pytest.mark.parametrize(
+    ("others", "follows"),
+    [
+        ([99], [11, 12]),  # in place of 10
+        ([99, 98], [12, 13]),
+        ([99, 12], [13, 14]),  # in place of 10 and 11
+        ([99, 10], [11, 12]),  # inserted
+        ([13], [14, 15]),  # 10 to 12 are left out
+        (list(range(90, 100)), []),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 12])
+def test_an_interrupted_repetition_goes_on(others: list[int], follows: list[int], count: int) -> None:
+    """Whether drafts are accepted two at a time, or all at once."""
+    source, prompt = NgramDrafts(), list(range(40))
+    growing = sequence(prompt)
+    for begin, end in ((0, 2), *((at, min(at + count, 10)) for at in range(2, 10, count))):
+        growing.generated += range(begin, end)
+        source.draft(growing, count)
+    for other in others:
+        growing.generated.append(other)
+        draft = source.draft(growing, 2)
+    assert list(draft.token_ids) == follows
+    if follows:
+        growing.generated += [*follows, follows[-1] + 1]
+        assert source.draft(growing, 2).token_ids[0] == follows[-1] + 2
 
 
 def test_answers_of_a_job_are_found_by_others() -> None:
