@@ -68,6 +68,7 @@ MOELIGHT_ABSENT(ProductUnit product_avx_vnni())
 #ifdef MOELIGHT_WITHOUT_AMX
 MOELIGHT_ABSENT(Kernel ffn_amx(WeightType))
 MOELIGHT_ABSENT(Kernel integers_amx(DType))
+MOELIGHT_ABSENT(const MlaKernels& mla_amx())
 MOELIGHT_ABSENT(const PrefillKernels& prefill_amx())
 MOELIGHT_ABSENT(ProductUnit product_amx())
 MOELIGHT_ABSENT(ProductUnit product_amx_int8())
@@ -76,6 +77,7 @@ MOELIGHT_ABSENT(ProductUnit product_amx_int8())
 #ifdef MOELIGHT_WITHOUT_EMULATED
 MOELIGHT_ABSENT(Kernel ffn_emulated(WeightType))
 MOELIGHT_ABSENT(Kernel integers_emulated(DType))
+MOELIGHT_ABSENT(const MlaKernels& mla_emulated())
 MOELIGHT_ABSENT(const PrefillKernels& prefill_emulated())
 #endif
 

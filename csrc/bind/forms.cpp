@@ -37,15 +37,14 @@ std::string product_form(const std::string& name, int64_t rows) {
                                                     : static_cast<int>(bf16_form(products, size)));
 }
 
-std::string usual_product_form(const std::string& name, int64_t rows, const std::string& best) {
+std::string usual_product_form(const std::string& name, const std::string& best) {
   const ProductClass products = product_class(name);
-  const int size = form_size(rows), form = form_named(products, best);
-  return form_name(products, has_integers(products)
-                                 ? static_cast<int>(usual_form(products, size, static_cast<Int8Products>(form)))
-                                 : static_cast<int>(usual_form(products, size, static_cast<Bf16Products>(form))));
+  const int form = form_named(products, best);
+  if (!has_integers(products)) return best;
+  return form_name(products, static_cast<int>(usual_form(products, static_cast<Int8Products>(form))));
 }
 
-// Those that run here with equal bits; tiles are emulated in tests alone.
+// Those that run here, of equal bits but for tiles of bfloat16; tiles are emulated in tests alone.
 nb::list product_forms(const std::string& name) {
   nb::list names;
   const ProductClass products = product_class(name);
@@ -80,7 +79,7 @@ void add_forms(nb::module_& module) {
   using namespace nanobind::literals;
   module.def("product_forms", product_forms, "products"_a);
   module.def("product_form", product_form, "products"_a, "rows"_a);
-  module.def("usual_product_form", usual_product_form, "products"_a, "rows"_a, "best"_a);
+  module.def("usual_product_form", usual_product_form, "products"_a, "best"_a);
   module.def("set_product_form", set_product_form, "products"_a, "rows"_a, "form"_a);
   module.def("unset_product_forms", unset_forms);
   module.def("counted_products", counted_products, "products"_a, "form"_a);

@@ -126,6 +126,7 @@ struct Product {
   const Quantized* quantized = nullptr;  // of kQuantized: `weight` is null or the codes of `first_row`
   int64_t first_row = 0;
   Unpacking unpacking = {};
+  bool continued = false;                     // sums of Kernel::by_rows go on
   const Quantized* next_quantized = nullptr;  // what `next` is part of, from the row `next_row` on
   int64_t next_row = 0;
 
@@ -153,7 +154,8 @@ struct Kernel {
   int64_t token_step;     // prepared tokens come in multiples of this, the last ones zero
   bool in_place;          // a token of which the step is a divisor is as good as prepared
   int64_t scratch_bytes;  // of `multiply`
-  // sums[t][r] += x[t] . weight[r], sums kUnitRows apart and zero before; scratch aligned to 64 bytes.
+  // sums[t][r] += x[t] . weight[r], sums kUnitRows apart and zero before; scratch aligned to 64 bytes. Of `by_rows`
+  // sums[r][t] = x[t] . weight[r], kTokenBlock apart, or += where the product is continued.
   void (*multiply)(const Product&, void* scratch, float* sums);
   // The same with a transposed weight; null: it is turned, part by part, into rows for `multiply`.
   void (*multiply_transposed)(const Product&, void* scratch, float* sums);
@@ -173,6 +175,11 @@ struct Kernel {
   // Instead of `prepare`, where tokens are rounded to meet matrices like one.
   void (*quantise)(const Quantized& like, const void* x, int64_t x_bytes, int64_t count, void* out,
                    int64_t out_bytes) = nullptr;
+  bool by_rows = false;  // a sum of a row lies beside the next token's, where `store` and `activate` take it
+  // As `activate`, to tokens that are prepared as `prepare` does, blocks of the token step `stride` bytes apart; or
+  // null.
+  void (*activate_prepared)(const Activation&, Pairing, const float* sums, const float* ups, const float* bias,
+                            const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride) = nullptr;
 };
 
 Kernel ffn_scalar(DType x, WeightType weight);

@@ -54,26 +54,28 @@ void activate_as(const Activation& by, Pairing pairing, const float* sums, const
   }
 }
 
-template <class S, class X, class C>
-void activate_by(const Activation& by, Pairing pairing, const float* sums, const float* ups, const float* bias,
-                 const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
-  const auto as = by.plain() ? activate_as<S, X, C, true> : activate_as<S, X, C, false>;
-  as(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
+// f(curve, whether the activation is plain), both as types.
+template <class S, class F>
+void with_curve(const Activation& by, F&& f) {
+  const auto as = [&](auto curve) { by.plain() ? f(curve, std::true_type{}) : f(curve, std::false_type{}); };
+  switch (by.curve) {
+    case Curve::kSilu:
+      return as(Silu<S>{});
+    case Curve::kGelu:
+      return as(Gelu<S>{});
+    case Curve::kGeluTanh:
+      return as(GeluTanh<S>{});
+    case Curve::kSquaredRelu:
+      return as(SquaredRelu<S>{});
+  }
 }
 
 template <class S, class X>
 void activate(const Activation& by, Pairing pairing, const float* sums, const float* ups, const float* bias,
               const float* up_bias, int64_t columns, int64_t tokens, void* out, int64_t stride) {
-  switch (by.curve) {
-    case Curve::kSilu:
-      return activate_by<S, X, Silu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
-    case Curve::kGelu:
-      return activate_by<S, X, Gelu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
-    case Curve::kGeluTanh:
-      return activate_by<S, X, GeluTanh<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
-    case Curve::kSquaredRelu:
-      return activate_by<S, X, SquaredRelu<S>>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
-  }
+  with_curve<S>(by, [&]<class C, class Plain>(C, Plain) {
+    activate_as<S, X, C, Plain::value>(by, pairing, sums, ups, bias, up_bias, columns, tokens, out, stride);
+  });
 }
 
 }  // namespace

@@ -19,8 +19,10 @@ int chosen(ProductClass products, int size) {
 Bf16Products bf16_form(ProductClass products, int size) {
   const Bf16Products best = bf16_products();
   if (bf16_products_forced() || active_isa() != Isa::kAvx512 || best == Bf16Products::kWide) return best;
-  const int form = chosen(products, size);
-  return form < 0 ? usual_form(products, size, best) : static_cast<Bf16Products>(form);
+  const int most = chosen(products, kFormSizes - 1), form = chosen(products, size);
+  const Bf16Products of_most = most < 0 ? best : static_cast<Bf16Products>(most);
+  if (form < 0 || sums_in_tiles(static_cast<Bf16Products>(form)) != sums_in_tiles(of_most)) return of_most;
+  return static_cast<Bf16Products>(form);
 }
 
 Int8Products int8_form(ProductClass products, int size) {
@@ -28,7 +30,7 @@ Int8Products int8_form(ProductClass products, int size) {
   if (int8_products_forced()) return best;
   const int form = chosen(products, size);
   if (form >= 0 && int8_products_run(static_cast<Int8Products>(form))) return static_cast<Int8Products>(form);
-  return usual_form(products, size, best);
+  return usual_form(products, best);
 }
 
 bool set_form(ProductClass products, int size, int form) {

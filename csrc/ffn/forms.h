@@ -1,5 +1,5 @@
-// Which form of products serves weights of a class that meet some rows. All forms of a class give the same bits, so the
-// choice is one of time alone, and may be measured.
+// Which form of products serves weights of a class that meet some rows. Forms of a class give the same bits, but for
+// tiles of bfloat16: these serve all rows of a class or none. So the choice is one of time alone, and may be measured.
 #pragma once
 
 #include <cstdint>
@@ -19,17 +19,19 @@ inline constexpr int64_t kFormRows[] = {1, 4, 16, 64};
 inline constexpr int kFormSizes = 4;
 inline constexpr int form_size(int64_t rows) { return rows < 2 ? 0 : rows < 8 ? 1 : rows < 32 ? 2 : 3; }
 
-// Where nothing was measured, `best` being the form of the highest peak: unpacking into tiles does not repay below
-// eight rows, nor sums that leave their tiles every 32 columns.
-inline constexpr Bf16Products usual_form(ProductClass products, int size, Bf16Products best) {
-  const bool few = size < form_size(8) && products != ProductClass::kBf16;
-  return best == Bf16Products::kTiles && few ? Bf16Products::kHalves : best;
+// Tiles add the products of a row in another order than vectors do.
+inline constexpr bool sums_in_tiles(Bf16Products form) {
+  return form == Bf16Products::kTiles || form == Bf16Products::kEmulated;
 }
-inline constexpr Int8Products usual_form(ProductClass products, int, Int8Products best) {
+
+// Where nothing was measured, `best` being the form of the highest peak: sums that leave their tiles every 32 columns
+// do not repay.
+inline constexpr Int8Products usual_form(ProductClass products, Int8Products best) {
   return best == Int8Products::kTiles && products == ProductClass::kFine ? Int8Products::kDots : best;
 }
 
-// The form in force: of all products, where one is forced; else the one set; else the usual one.
+// The form in force: of all products, where one is forced; else the one set; else the usual one, for bfloat16 that of
+// the most rows, as where the one set sums in another order than that.
 Bf16Products bf16_form(ProductClass products, int size);
 Int8Products int8_form(ProductClass products, int size);
 

@@ -23,6 +23,8 @@ namespace {
 constexpr int64_t kGroupTokens = 512, kGroupBytes = 4 << 20;
 // Most tokens that a unit multiplies with its rows, kTokenBlock at a time.
 constexpr int64_t kUnitTokens = 4 * kTokenBlock;
+// Of Kernel::by_rows as many as take no more than these bytes: half of a second-level cache beside tiles.
+constexpr int64_t kStayingBytes = 1 << 20;
 // With no more tokens than this a unit is a stretch of memory to read, of about kUnitBytes.
 constexpr int64_t kFewTokens = 24;
 constexpr int64_t kUnitBytes = 256 << 10;
@@ -129,13 +131,15 @@ struct Projection {
   Kernel kernel;
   Format format;
   DType type;
+  ProductClass products;
+  int form;
   const Quantized* like = nullptr;
   Unpacking unpacking = {};
   bool in_place = false;
   Span source = {}, prepared = {};
 
-  Projection(DType type, const Format& format, int form)
-      : kernel(kernel_for(type, format, form)), format(format), type(type) {}
+  Projection(DType type, const Format& format, int form, ProductClass products = {})
+      : kernel(kernel_for(type, format, form)), format(format), type(type), products(products), form(form) {}
 
   bool runs_in_place() const { return kernel.in_place && format.depth % kernel.step == 0; }
   int64_t prepared_bytes() const {
@@ -155,6 +159,11 @@ struct Projection {
     like = weight.quantized;
     if (like != nullptr) unpacking = kernel.unpacking(*like);
   }
+  void serve_by(int other_form) {
+    kernel = kernel_for(type, format, other_form), form = other_form;
+    if (like != nullptr) unpacking = kernel.unpacking(*like);
+  }
+  void count() const { count_product(products, form); }
 
   // Whether prepared tokens are the same for both.
   bool prepares_like(const Projection& other) const {
@@ -192,6 +201,11 @@ struct Projection {
   // Times kUnitRows: rows that are multiplied at once.
   int64_t wide(int64_t tokens) const {
     return multiplies_transposed() ? std::clamp<int64_t>(kUnitRows / std::max<int64_t>(tokens, 1), 1, kWideBlocks) : 1;
+  }
+  // Most that a unit multiplies with its rows.
+  int64_t unit_tokens() const {
+    if (!kernel.by_rows) return kUnitTokens;
+    return std::clamp(kStayingBytes / prepared_bytes() / 16 * 16, kTokenBlock, kUnitTokens);
   }
   int64_t scratch_bytes() const {
     return Workspace::aligned(kernel.scratch_bytes) + (kernel.turn == nullptr ? 0 : kUnitRows * kTurnedRow);
@@ -232,7 +246,7 @@ struct Projection {
       Product part = product;
       part.depth = std::min(kTurnedDepth, format.depth - k);
       kernel.turn(product.weight + k * product.row_bytes, product.row_bytes, rows, part.depth, turned, kTurnedRow);
-      part.weight = turned, part.row_bytes = kTurnedRow, part.next = nullptr;
+      part.weight = turned, part.row_bytes = kTurnedRow, part.next = nullptr, part.continued = k > 0;
       part.x = product.x + k * kernel.element_bytes * kernel.token_step;
       kernel.multiply(part, scratch, sums);
     }
@@ -308,7 +322,7 @@ class Group {
       add_preparation(work, up_->in_place && (!twice_ || gate_->in_place), kPrepareX);
       add_products(work, *up_, down_.format.depth, pairing_ == Pairing::kUngated ? 1 : 2, kUp, useful);
     }
-    add_preparation(work, down_.in_place, kPrepareInner);
+    add_preparation(work, down_.in_place || prepares_inner(), kPrepareInner);
     add_products(work, down_, down_.format.rows, 1, kDown, useful);
     work.run(static_cast<int>(useful), [this](const Unit& unit, const Unit* next, int thread) {
       char* const memory = workers_ + thread * worker_bytes_;
@@ -359,7 +373,7 @@ class Group {
             projection.multiplies_transposed() ? lines : kUnitBytes / std::max<int64_t>(bytes, 1) / step * step;
         some = std::max<int64_t>(std::min(rounded_up(all / (threads * 8) + 1, step), max_rows), step / 2);
       }
-      const int64_t cuts = parts_of(piece.tokens, kUnitTokens);
+      const int64_t cuts = parts_of(piece.tokens, projection.unit_tokens());
       for (int64_t r = 0; r < rows; r += some)
         for (int64_t c = 0; c < cuts; ++c) {
           const int64_t t = cut(piece.tokens, cuts, c);
@@ -397,6 +411,14 @@ class Group {
           float bias[kUnitRows] = {}, up_bias[kUnitRows] = {};
           const int64_t columns = std::min(block, row + rows - at);
           read_up_bias(piece, at, columns, bias, up_bias);
+          if (prepares_inner()) {
+            const int64_t tokens = down_.kernel.token_step;
+            up_->kernel.activate_prepared(
+                activation_, pairing_, sums, sums + to_ups(some), bias, up_bias, columns, some,
+                down_.prepared.row(piece.prepared_down + t) + at * tokens * down_.kernel.element_bytes,
+                tokens * down_.prepared.stride);
+            continue;
+          }
           up_->kernel.activate(activation_, pairing_, sums, sums + to_ups(some), bias, up_bias, columns, some,
                                inner_.row(piece.first + t) + at * bytes, inner_.stride / bytes);
         }
@@ -408,13 +430,20 @@ class Group {
   bool in_lines() const { return gate_ == up_ && up_->multiplies_transposed(); }
   int64_t wide(int64_t tokens) const { return gate_ == up_ ? up_->wide(tokens) : 1; }
   // From the sums of gates to those of ups: beside them in one block, or after all blocks.
-  int64_t to_ups(int64_t tokens) const { return in_lines() ? wide(tokens) * tokens * kUnitRows : kUpColumn; }
+  int64_t to_ups(int64_t tokens) const {
+    if (up_->kernel.by_rows) return kUpColumn * kTokenBlock;
+    return in_lines() ? wide(tokens) * tokens * kUnitRows : kUpColumn;
+  }
+  // What is activated is prepared for the last product as it leaves its sums.
+  bool prepares_inner() const {
+    return up_ != nullptr && up_->kernel.activate_prepared != nullptr && up_->kernel.prepare == down_.kernel.prepare;
+  }
 
   // The sums of `rows` gates and ups.
   void multiply_up(const Piece& piece, int64_t row, int64_t rows, int64_t token, int64_t tokens, const Span& after,
                    const Worker& worker) const {
     const int64_t prepared_row = piece.prepared_up + token;
-    worker.clear(tokens, wide(tokens) * (pairing_ == Pairing::kApart && in_lines() ? 2 : 1));
+    if (!up_->kernel.by_rows) worker.clear(tokens, wide(tokens) * (pairing_ == Pairing::kApart && in_lines() ? 2 : 1));
     if (pairing_ == Pairing::kInterleaved)
       return up_->multiply(*piece.up, 2 * row, 2 * rows, prepared_row, tokens, after, worker.scratch, worker.sums);
     if (pairing_ == Pairing::kUngated)
@@ -441,7 +470,7 @@ class Group {
       for (int64_t b = 0; b < count; ++b) {
         const int64_t t = unit.token + cut(unit.tokens, count, b),
                       some = cut(unit.tokens, count, b + 1) - (t - unit.token);
-        worker.clear(some, down_.wide(some));
+        if (!down_.kernel.by_rows) worker.clear(some, down_.wide(some));
         down_.multiply(*piece.down, row, rows, piece.prepared_down + t, some, after, worker.scratch, worker.sums);
         const float* sums = worker.sums;
         for (int64_t at = row; at < row + rows; at += kUnitRows, sums += some * kUnitRows) {
@@ -523,6 +552,9 @@ struct Buffers {
   int64_t total(int threads) const { return gate + x + inner + prepared + threads * worker; }
 };
 
+// That of gate and up where tiles would serve one of their two formats alone: sums of both lie alike.
+constexpr int kFormBesideOthers = static_cast<int>(Bf16Products::kHalves);
+
 // Calls f with a projection for every form that may serve weights of a format here.
 template <class F>
 void for_each_form(DType x, const Format& format, const F& f) {
@@ -530,16 +562,21 @@ void for_each_form(DType x, const Format& format, const F& f) {
       format.integers ? int8_products() != Int8Products::kWide : bf16_products() != Bf16Products::kWide;
   const int sizes = several ? kFormSizes : 1;
   unsigned seen = 0;
+  bool by_rows = false;
+  const auto meet = [&](int form) {
+    if ((seen >> form & 1) != 0) return;
+    seen |= 1U << form;
+    const Projection projection(x, format, form);
+    by_rows = by_rows || projection.kernel.by_rows;
+    f(projection);
+  };
   for (int c = 0; c < kProductClasses; ++c) {
     const auto products = static_cast<ProductClass>(c);
     if (has_integers(products) != format.integers) continue;
     if (!format.integers && (products == ProductClass::kBf16) == (format.type == WeightType::kQuantized)) continue;
-    for (int size = 0; size < sizes; ++size) {
-      const int form = form_for(x, format, products, size);
-      if ((seen >> form & 1) == 0) f(Projection(x, format, form));
-      seen |= 1U << form;
-    }
+    for (int size = 0; size < sizes; ++size) meet(form_for(x, format, products, size));
   }
+  if (by_rows) meet(kFormBesideOthers);
 }
 
 // Enough for every form, as nobody who asks beforehand knows which will serve. Without `up` for a linear layer; `twice`
@@ -572,9 +609,7 @@ Buffers buffers_of(DType x, const Format* gate, const Format* up, const Format& 
 // What serves a call whose experts have about so many rows; one of the weights, or null, tells their class.
 Projection projection_for(DType x, const Format& format, const Weight* weight, int64_t rows) {
   const ProductClass products = class_of(format, weight == nullptr ? nullptr : weight->quantized);
-  const int form = form_for(x, format, products, form_size(rows));
-  count_product(products, form);
-  Projection projection(x, format, form);
+  Projection projection(x, format, form_for(x, format, products, form_size(rows)), products);
   if (weight != nullptr) projection.choose(*weight);
   return projection;
 }
@@ -585,6 +620,7 @@ void linear(const LinearArgs& args) {
   const Tokens& tokens = args.tokens;
   const int64_t bytes = dtype_bytes(tokens.type);
   Projection projection = projection_for(tokens.type, args.format, &args.weight, tokens.count);
+  projection.count();
   const Inward none = {nullptr, nullptr, false};
   const Buffers buffers = buffers_of(tokens.type, nullptr, nullptr, args.format, false, tokens.count, 1);
   char* const memory = workspace().bytes(buffers.total(args.threads));
@@ -613,6 +649,9 @@ void expert_ffn(const ExpertArgs& args) {
   const Format* const gate_format = args.gate_format ? &*args.gate_format : nullptr;
   Projection up = serving(args.up_format, args.up), down = serving(args.down_format, args.down);
   Projection gate = gate_format != nullptr ? serving(*gate_format, args.gate) : up;
+  if (gate.kernel.by_rows != up.kernel.by_rows) (up.kernel.by_rows ? up : gate).serve_by(kFormBesideOthers);
+  up.count(), down.count();
+  if (gate_format != nullptr) gate.count();
   const bool twice = gate_format != nullptr && !gate.prepares_like(up);
   const Inward inward = {&up, gate_format != nullptr ? &gate : nullptr, twice};
   const Buffers buffers =

@@ -15,7 +15,13 @@
 namespace moelight {
 namespace {
 
-const MlaKernels& active_kernels() { return MOELIGHT_ACTIVE(mla)(); }
+const MlaKernels& active_kernels() {
+#if defined(__x86_64__)
+  if (bf16_products() == Bf16Products::kTiles) return mla_amx();
+  if (bf16_products() == Bf16Products::kEmulated) return mla_emulated();
+#endif
+  return MOELIGHT_ACTIVE(mla)();
+}
 
 // A partial is as large as hundreds of cached rows, so there are never more of them than this at a time.
 constexpr int64_t kPartialFloats = int64_t{1} << 24;
@@ -112,11 +118,11 @@ class Wave {
 
   void lay_out(Workspace& workspace) {
     const auto padded = [&](int64_t count) { return ceil_div(count, kernels_.pad) * kernels_.pad; };
-    const int64_t columns = padded(args_.latent), width = padded(args_.latent + args_.rotary);
+    const int64_t columns = padded(args_.latent);
     const int64_t heads = std::min(group_heads_, args_.heads), lanes = padded(heads);
     const int64_t values_floats = Workspace::aligned_floats(heads * columns);
     const int64_t partial_floats = values_floats + Workspace::aligned_floats(2 * lanes);
-    scratch_floats_ = Workspace::aligned_floats(lanes * (width + kMlaRows + 1) + kMlaRows * width);
+    scratch_floats_ = Workspace::aligned_floats(kernels_.scratch_floats(heads, args_.latent, args_.rotary));
     const auto tasks = static_cast<int64_t>(tasks_.size());
     float* base = workspace.floats(tasks * partial_floats + args_.threads * scratch_floats_);
     for (int64_t i = 0; i < tasks; ++i, base += partial_floats)

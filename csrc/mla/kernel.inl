@@ -291,8 +291,15 @@ void merge(const MlaArgs& args, const MlaPiece& piece, const Partial* parts, int
 }
 
 template <class S>
+int64_t scratch_floats(int64_t heads, int64_t latent, int64_t rotary) {
+  const int64_t width = padded<S>(latent + rotary);
+  return padded<S>(heads) * (width + kMlaRows + 1) + kMlaRows * width;
+}
+
+template <class S>
 const MlaKernels& kernels() {
   static const MlaKernels table = {.pad = kUnit<S>,
+                                   .scratch_floats = scratch_floats<S>,
                                    .attend = {attend<S, float>, attend<S, Bf16>, attend<S, Fp16>},
                                    .merge = {merge<S, float>, merge<S, Bf16>, merge<S, Fp16>}};
   return table;

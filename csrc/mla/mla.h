@@ -45,8 +45,8 @@ struct MlaAppendArgs {
 
 void mla_append(const MlaAppendArgs& args);
 
-// A context is cut at multiples of kMlaChunk positions, and within a chunk summed by kMlaRows: the order of summation
-// of a sequence depends on nothing but its own length.
+// A context is cut at multiples of kMlaChunk positions, and within a chunk summed by kMlaRows, or by kTileKeys: the
+// order of summation of a sequence depends on nothing but its own length.
 constexpr int64_t kMlaChunk = 1024;
 constexpr int64_t kMlaRows = 48;
 
@@ -59,7 +59,8 @@ struct MlaPiece {
 // heads, and values [padded R / pad, heads, pad].
 struct MlaKernels {
   int64_t pad;  // R, W and heads are padded to a multiple of this many floats
-  // scratch: padded heads * (padded W + kMlaRows + 1) + kMlaRows * padded W floats, aligned to 64 bytes
+  int64_t (*scratch_floats)(int64_t heads, int64_t latent, int64_t rotary);
+  // scratch: aligned to 64 bytes
   void (*attend[kDTypes])(const MlaArgs&, const MlaPiece&, float* scratch, const Partial&);
   // joins the partials of the piece's heads in order and writes them
   void (*merge[kDTypes])(const MlaArgs&, const MlaPiece&, const Partial* parts, int64_t count);
@@ -69,5 +70,7 @@ const MlaKernels& mla_scalar();
 const MlaKernels& mla_avx2();
 const MlaKernels& mla_avx512();
 const MlaKernels& mla_neon();
+const MlaKernels& mla_amx();
+const MlaKernels& mla_emulated();  // of mla_amx, for processors with AVX512_BF16 but without tiles
 
 }  // namespace moelight

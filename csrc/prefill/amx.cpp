@@ -1,6 +1,5 @@
 #include "tiles/amx.h"
 
-#include "kernel.inl"
 #include "tiles.h"
 
-const moelight::PrefillKernels& moelight::prefill_amx() { return kernels<PrefillAvx512, Tiles<AmxTile>>(); }
+const moelight::PrefillKernels& moelight::prefill_amx() { return tile_kernels<AmxTile>(); }

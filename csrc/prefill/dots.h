@@ -14,12 +14,12 @@ namespace moelight {
 namespace {
 
 // For a permutation of two rows of bf16: the elements [from, from + 16) of both, side by side.
-struct PairOrder {
+struct RowOrder {
   uint16_t index[32];
 };
 
-constexpr PairOrder pair_order(int from) {
-  PairOrder order = {};
+constexpr RowOrder row_order(int from) {
+  RowOrder order = {};
   for (int i = 0; i < 16; ++i) {
     order.index[2 * i] = static_cast<uint16_t>(from + i);
     order.index[2 * i + 1] = static_cast<uint16_t>(32 + from + i);
@@ -33,14 +33,6 @@ struct Dots {
   using V = __m512;
   static constexpr int64_t kUnit = 32;
   static constexpr int64_t kKeysPerWord = 2;
-
-  // Rows and steps of a product come in multiples of these.
-  static constexpr int64_t kRowTile = Lanes::kTileRows, kStepTile = 1;
-  static void multiply(const PromptProduct& p) { moelight::multiply<Dots>(p); }
-
-  // Around all products of a tile of queries.
-  static void configure() {}
-  static void leave() {}
 
   static V multiply_add(V a, V b, V sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
@@ -63,7 +55,7 @@ struct Dots {
 
   // words[pair of keys][lane]; an odd last key pairs with itself, and weighs nothing there.
   static void pack_values(const Bf16* const* rows, int64_t count, int64_t head_dim, float* words) {
-    alignas(64) static constexpr PairOrder kLow = pair_order(0), kHigh = pair_order(16);
+    alignas(64) static constexpr RowOrder kLow = row_order(0), kHigh = row_order(16);
     const __m512i low = _mm512_load_si512(kLow.index), high = _mm512_load_si512(kHigh.index);
     const int64_t stride = lanes(head_dim);
     for (int64_t i = 0; i < count; i += 2, words += stride) {

@@ -1,6 +1,5 @@
 #include "tiles/emulated.h"
 
-#include "kernel.inl"
 #include "tiles.h"
 
-const moelight::PrefillKernels& moelight::prefill_emulated() { return kernels<PrefillAvx512, Tiles<EmulatedTile>>(); }
+const moelight::PrefillKernels& moelight::prefill_emulated() { return tile_kernels<EmulatedTile>(); }

@@ -1,5 +1,5 @@
-// The one algorithm of prefill attention, over a layout M (wide.h, dots.h), which names its SIMD type. Included once by
-// each instruction set's file; all of it has internal linkage.
+// The algorithm of prefill attention over a layout M (wide.h, dots.h), which names its SIMD type; that over tiles is in
+// tiles.h. Included once by each instruction set's file; all of it has internal linkage.
 //
 // A tile of queries passes over the keys block by block: products with the keys, the online softmax, products of its
 // weights with the values. Blocks begin at fixed positions of the sequence. A block that a row does not see leaves the
@@ -16,58 +16,21 @@
 namespace moelight {
 namespace {
 
-template <class M>
-class AttendPrompt {
-  using S = typename M::Lanes;
-  using T = typename M::Stored;
-
+// Where the keys and values lie that the queries of a tile see, kBlock of them at a time.
+template <class T, int64_t kBlock>
+class PromptKeys {
  public:
-  static int64_t scratch_floats(int64_t head_dim, int64_t rows) {
-    const int64_t depth = M::depth(head_dim), lanes = M::lanes(head_dim), padded_rows = padded(rows);
-    return padded_rows * (depth + kPromptScoreRow + lanes + S::kWidth + 2) +
-           kKeyBlock * (depth + lanes + 2 * head_dim) + S::kWidth * depth + 10 * kAligned;
-  }
-
-  AttendPrompt(const PrefillArgs& args, const QueryTile& tile, float* scratch)
+  PromptKeys(const PrefillArgs& args, const QueryTile& tile)
       : args_(args),
         tile_(tile),
         heads_(args.q_heads / args.kv_heads),
         rows_((tile.end - tile.begin) * heads_),
-        padded_rows_(padded(rows_)),
-        depth_(M::depth(args.head_dim)),
-        lanes_(M::lanes(args.head_dim)),
-        context_(args.context ? args.context[tile.sequence] : 0) {
-    const auto take = [&](int64_t floats) {
-      float* const taken = scratch;
-      scratch += (floats + kAligned - 1) / kAligned * kAligned;
-      return taken;
-    };
-    queries_ = take(padded_rows_ * depth_);
-    scores_ = take(padded_rows_ * kPromptScoreRow);
-    sums_ = take(padded_rows_ * lanes_);
-    total_ = take(padded_rows_ * S::kWidth);
-    maximum_ = take(padded_rows_);
-    factor_ = take(padded_rows_);
-    keys_ = take(kKeyBlock * depth_);
-    values_ = take(kKeyBlock * lanes_);
-    staging_ = take(S::kWidth * depth_);
-    widened_ = reinterpret_cast<T*>(take(2 * kKeyBlock * args.head_dim));
-  }
+        context_(args.context ? args.context[tile.sequence] : 0) {}
+  // Of rows of the cache in the dtype of the queries.
+  static int64_t widened_floats(int64_t head_dim) { return 2 * kBlock * head_dim; }
 
-  void run() {
-    begin();
-    const int64_t first = first_seen(context_ + tile_.begin), last = context_ + tile_.end;
-    for (int64_t block = first / kKeyBlock * kKeyBlock; block < last; block += kKeyBlock) {
-      const int64_t count = last - block < kKeyBlock ? last - block : kKeyBlock;
-      pass(block, first > block ? first : block, count);
-    }
-    finish();
-  }
-
- private:
+ protected:
   static constexpr int64_t kAligned = 16;
-
-  static int64_t padded(int64_t rows) { return (rows + M::kRowTile - 1) / M::kRowTile * M::kRowTile; }
 
   int64_t first_seen(int64_t position) const {
     return args_.window > 0 && position >= args_.window ? position - args_.window + 1 : 0;
@@ -79,20 +42,12 @@ class AttendPrompt {
     return token * stride + (tile_.kv_head * heads_ + row % heads_) * args_.head_dim;
   }
 
-  void begin() {
-    std::memset(sums_, 0, static_cast<size_t>(padded_rows_ * lanes_) * sizeof(float));
-    std::memset(total_, 0, static_cast<size_t>(padded_rows_ * S::kWidth) * sizeof(float));
-    for (int64_t r = 0; r < rows_; ++r) {
-      M::pack_query(static_cast<const T*>(args_.q) + offset(r, args_.q_stride), args_.head_dim, queries_ + r * depth_);
-      maximum_[r] = kLowest;
-      if (!args_.sinks) continue;
-      maximum_[r] = args_.sinks[tile_.kv_head * heads_ + r % heads_] * kLog2E;
-      total_[r * S::kWidth] = 1.0f;
-    }
-    for (int64_t r = rows_; r < padded_rows_; ++r) {
-      std::memset(queries_ + r * depth_, 0, static_cast<size_t>(depth_) * sizeof(float));
-      maximum_[r] = kLowest;
-    }
+  // pass(block, first key that is seen, keys) for every block.
+  template <class Pass>
+  void each_block(const Pass& pass) {
+    const int64_t first = first_seen(context_ + tile_.begin), last = context_ + tile_.end;
+    for (int64_t block = first / kBlock * kBlock; block < last; block += kBlock)
+      pass(block, first > block ? first : block, last - block < kBlock ? last - block : kBlock);
   }
 
   // One row of the cache in the dtype of the queries, in a place of its own.
@@ -129,7 +84,7 @@ class AttendPrompt {
         for (int64_t j = 0; i < stop; ++i, ++j) {
           const int64_t row_at = j * head_dim;
           k_rows_[i] = widen(static_cast<const int8_t*>(args_.k_cache) + k_at + row_at, k_scale[j], i);
-          v_rows_[i] = widen(static_cast<const int8_t*>(args_.v_cache) + v_at + row_at, v_scale[j], kKeyBlock + i);
+          v_rows_[i] = widen(static_cast<const int8_t*>(args_.v_cache) + v_at + row_at, v_scale[j], kBlock + i);
         }
       } else {
         const T* k = static_cast<const T*>(args_.k_cache) + k_at;
@@ -147,12 +102,81 @@ class AttendPrompt {
     return {low > 0 ? low : 0, high < places ? high : places};
   }
 
+  const PrefillArgs& args_;
+  const QueryTile& tile_;
+  const int64_t heads_, rows_, context_;
+  T* widened_;
+  const T *k_rows_[kBlock], *v_rows_[kBlock];
+};
+
+template <class M>
+class AttendPrompt : PromptKeys<typename M::Stored, kKeyBlock> {
+  using S = typename M::Lanes;
+  using T = typename M::Stored;
+  using Keys = PromptKeys<T, kKeyBlock>;
+  using Keys::args_, Keys::tile_, Keys::heads_, Keys::rows_, Keys::widened_, Keys::k_rows_, Keys::v_rows_;
+  using Keys::kAligned, Keys::offset, Keys::find, Keys::seen;
+
+ public:
+  static int64_t scratch_floats(int64_t head_dim, int64_t rows) {
+    const int64_t depth = M::depth(head_dim), lanes = M::lanes(head_dim), padded_rows = padded(rows);
+    return padded_rows * (depth + kPromptScoreRow + lanes + S::kWidth + 2) + kKeyBlock * (depth + lanes) +
+           Keys::widened_floats(head_dim) + S::kWidth * depth + 10 * kAligned;
+  }
+
+  AttendPrompt(const PrefillArgs& args, const QueryTile& tile, float* scratch)
+      : Keys(args, tile),
+        padded_rows_(padded(rows_)),
+        depth_(M::depth(args.head_dim)),
+        lanes_(M::lanes(args.head_dim)) {
+    const auto take = [&](int64_t floats) {
+      float* const taken = scratch;
+      scratch += (floats + kAligned - 1) / kAligned * kAligned;
+      return taken;
+    };
+    queries_ = take(padded_rows_ * depth_);
+    scores_ = take(padded_rows_ * kPromptScoreRow);
+    sums_ = take(padded_rows_ * lanes_);
+    total_ = take(padded_rows_ * S::kWidth);
+    maximum_ = take(padded_rows_);
+    factor_ = take(padded_rows_);
+    keys_ = take(kKeyBlock * depth_);
+    values_ = take(kKeyBlock * lanes_);
+    staging_ = take(S::kWidth * depth_);
+    widened_ = reinterpret_cast<T*>(take(Keys::widened_floats(args.head_dim)));
+  }
+
+  void run() {
+    begin();
+    Keys::each_block([&](int64_t block, int64_t from, int64_t count) { pass(block, from, count); });
+    finish();
+  }
+
+ private:
+  static int64_t padded(int64_t rows) { return (rows + S::kTileRows - 1) / S::kTileRows * S::kTileRows; }
+
+  void begin() {
+    std::memset(sums_, 0, static_cast<size_t>(padded_rows_ * lanes_) * sizeof(float));
+    std::memset(total_, 0, static_cast<size_t>(padded_rows_ * S::kWidth) * sizeof(float));
+    for (int64_t r = 0; r < rows_; ++r) {
+      M::pack_query(static_cast<const T*>(args_.q) + offset(r, args_.q_stride), args_.head_dim, queries_ + r * depth_);
+      maximum_[r] = kLowest;
+      if (!args_.sinks) continue;
+      maximum_[r] = args_.sinks[tile_.kv_head * heads_ + r % heads_] * kLog2E;
+      total_[r * S::kWidth] = 1.0f;
+    }
+    for (int64_t r = rows_; r < padded_rows_; ++r) {
+      std::memset(queries_ + r * depth_, 0, static_cast<size_t>(depth_) * sizeof(float));
+      maximum_[r] = kLowest;
+    }
+  }
+
   void pass(int64_t block, int64_t from, int64_t count) {
     const int64_t places = (count + M::kUnit - 1) / M::kUnit * M::kUnit;
     find(block, from, count, places);
     for (int64_t i = 0; i < places; i += S::kWidth) M::pack_keys(k_rows_ + i, args_.head_dim, staging_, keys_ + i);
     M::pack_values(v_rows_, count, args_.head_dim, values_);
-    M::multiply({queries_, depth_, padded_rows_, depth_, keys_, kKeyBlock, places, scores_, kPromptScoreRow, nullptr});
+    multiply<M>({queries_, depth_, padded_rows_, depth_, keys_, kKeyBlock, places, scores_, kPromptScoreRow, nullptr});
     const Logits<S> logits(args_.scale, args_.softcap);
     for (int64_t r = 0; r < padded_rows_; ++r) {
       const KeyRange span = r < rows_ ? seen(r, block, places) : KeyRange{0, 0};
@@ -160,8 +184,7 @@ class AttendPrompt {
                 {maximum_ + r, total_ + r * S::kWidth, factor_ + r});
     }
     const int64_t words = (count + M::kKeysPerWord - 1) / M::kKeysPerWord;
-    const int64_t steps = (words + M::kStepTile - 1) / M::kStepTile * M::kStepTile;
-    M::multiply({scores_, kPromptScoreRow, padded_rows_, steps, values_, lanes_, lanes_, sums_, lanes_, factor_});
+    multiply<M>({scores_, kPromptScoreRow, padded_rows_, words, values_, lanes_, lanes_, sums_, lanes_, factor_});
   }
 
   void finish() const {
@@ -171,19 +194,13 @@ class AttendPrompt {
     }
   }
 
-  const PrefillArgs& args_;
-  const QueryTile& tile_;
-  const int64_t heads_, rows_, padded_rows_, depth_, lanes_, context_;
+  const int64_t padded_rows_, depth_, lanes_;
   float *queries_, *scores_, *sums_, *total_, *maximum_, *factor_, *keys_, *values_, *staging_;
-  T* widened_;
-  const T *k_rows_[kKeyBlock], *v_rows_[kKeyBlock];
 };
 
 template <class M>
 void attend(const PrefillArgs& args, const QueryTile& tile, float* scratch) {
-  M::configure();
   AttendPrompt<M>(args, tile, scratch).run();
-  M::leave();
 }
 
 // B16: the layout of bf16 products.

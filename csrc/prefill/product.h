@@ -8,7 +8,7 @@ namespace moelight {
 namespace {
 
 struct PromptProduct {
-  const float* a;  // [rows, steps] words, rows a_stride apart; rows a multiple of M::kRowTile
+  const float* a;  // [rows, steps] words, rows a_stride apart; rows a multiple of S::kTileRows
   int64_t a_stride, rows, steps;
   const float* b;  // [steps, lanes] words, rows b_stride apart; lanes a multiple of S::kWidth
   int64_t b_stride, lanes;

@@ -19,14 +19,6 @@ struct Wide {
   static constexpr int64_t kUnit = 2 * S::kWidth;
   static constexpr int64_t kKeysPerWord = 1;
 
-  // Rows and steps of a product come in multiples of these.
-  static constexpr int64_t kRowTile = S::kTileRows, kStepTile = 1;
-  static void multiply(const PromptProduct& p) { moelight::multiply<Wide>(p); }
-
-  // Around all products of a tile of queries.
-  static void configure() {}
-  static void leave() {}
-
   static V multiply_add(V a, V b, V sum) { return S::fma(a, b, sum); }
 
   // Words of one head in a product over the head, and in a product over the keys.

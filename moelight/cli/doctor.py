@@ -140,7 +140,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _forms(torch: dict[str, Any]) -> Iterator[Serving]:
-    """Kernels whose form is chosen by a measurement, which no result depends on."""
+    """Kernels whose form is chosen by a measurement."""
     if torch["fault"]:
         return
     from moelight.kernels import variants

@@ -1,7 +1,8 @@
-"""Forms of native kernels that differ in time alone: what there is, what is in force, and what a machine prefers.
+"""Forms of native kernels: what there is, what is in force, and what a machine prefers.
 
-All forms of a kernel give the same results, bit for bit, so that a measurement may choose between them. Forms that
-round differently are no variants: instruction sets choose those (`native.bf16_products`).
+Forms of a kernel give the same results, bit for bit, so that a measurement may choose between them. Only tiles of
+bfloat16 add in another order than vectors: they serve all rows of a class of weights or none, so that results do not
+depend on the rows that are computed together.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moelight.kernels import native
-from moelight.profiles.hardware import FORM_ROWS, KERNELS, PRODUCTS, products_named
+from moelight.profiles.hardware import FORM_ROWS, INTEGER_PRODUCTS, KERNELS, PRODUCTS, products_named
 
 # By name in a hardware profile: the number of tokens that meet a stream of bfloat16 weights; the class of weights and
 # the rows that meet them.
@@ -49,6 +50,19 @@ def choose(chosen_forms: Mapping[str, str]) -> None:
             extension.set_stream(_STREAMS[name], form)
         else:
             extension.set_product_form(*_PRODUCTS[name], form)
+
+
+def chosen_with(kernel: str) -> tuple[str, ...]:
+    """The kernels of `KERNELS` whose forms have one order of sums with that of ``kernel``, by rising rows."""
+    if kernel in _STREAMS:
+        return (kernel,)
+    return tuple(products_named(_PRODUCTS[kernel][0], rows) for rows in FORM_ROWS)
+
+
+def order_of_sums(kernel: str, form: str) -> str:
+    """Forms of ``kernel`` of one order give the same bits."""
+    integers = kernel in _PRODUCTS and _PRODUCTS[kernel][0] in INTEGER_PRODUCTS
+    return "tiles" if form in ("tiles", "emulated") and not integers else "any"
 
 
 def measured_rows(kernel: str) -> int:

@@ -68,6 +68,7 @@ PRODUCTS = {
     "fine": "products of int8 activations, scales for up to 32 inputs",
     "coarse": "products of int8 activations, scales for more inputs",
 }
+INTEGER_PRODUCTS = frozenset(("fine", "coarse"))
 FORM_ROWS = (1, 4, 16, 64)  # rows have the form of the nearest of these by ratio
 
 
@@ -76,7 +77,7 @@ def products_named(name: str, rows: int) -> str:
     return f"{name}_products_{rows}"
 
 
-# Kernels whose fastest form a measurement finds; results do not depend on it.
+# Kernels whose fastest form a measurement finds; tiles of bfloat16 round otherwise than vectors, for all rows of a class.
 KERNELS = {
     "stream_1": "bfloat16 weights meeting one token",
     "stream_2": "bfloat16 weights meeting two tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,9 +12,16 @@ from torch import Tensor
 from moelight.kernels import reference
 from moelight.kernels.attention import cpu_mla_append, cpu_mla_decode
 from tests.kernels.paged import TOLERANCE, relative_error
+from tests.kernels.stored import LANES, serving
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RAGGED = (1, 5000, 0, 17, 1024, 1025, 2049, 31, 33, 3)
+
+
+@pytest.fixture(params=[*LANES, "torch"])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with serving(request.param, monkeypatch):
+        yield request.param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@ there are many."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from moelight.runtime.calibration.surfaces import Pool
 _WEIGHT = (2048, 1024)  # a few of them, so that no cache holds them
 _GROUPS, _ROUNDS = 6, 7
 _MARGIN = 1.02  # by which another form must be faster than the one in force
+_ORDER_MARGIN = 1.1  # the same of forms that round otherwise
 _COPIES = 4 * _GROUPS
 # Of quantised classes: bits and columns of a group of the matrices that stand for them, and the activations.
 _STORED = {"low": (4, 128, "auto"), "high": (8, 128, "auto"), "fine": (4, 32, INT8), "coarse": (4, 128, INT8)}
@@ -37,27 +39,51 @@ def fastest_forms(pool: Pool, clock: Clock = time.perf_counter) -> dict[str, str
         return {}
     before, fastest = variants.chosen(), dict[str, str]()
     try:
-        for kernel, current in before.items():
-            fastest[kernel] = _fastest(kernel, pool, current, clock)
+        for kernels in dict.fromkeys(map(variants.chosen_with, before)):
+            times = {kernel: _times(kernel, pool, clock) for kernel in kernels}
+            fastest |= _fastest(times, {kernel: before[kernel] for kernel in kernels})
     finally:
         variants.choose(before)
     return fastest
 
 
-def _fastest(kernel: str, pool: Pool, current: str, clock: Clock) -> str:
+def _times(kernel: str, pool: Pool, clock: Clock) -> dict[str, float]:
+    """Of every form, each of which serves all rows meanwhile: rows must not differ in the order of their sums."""
     x, products = pool.normal(variants.measured_rows(kernel), _WEIGHT[1]), variants.measured_weights(kernel)
     *_, activations = _STORED.get(products, ("auto",))
     groups, least = _groups(products, pool), dict.fromkeys(variants.forms(kernel), float("inf"))
     for _ in range(_ROUNDS):
         for form in least:
-            variants.choose({kernel: form})
+            variants.choose(dict.fromkeys(variants.chosen_with(kernel), form))
             weights = next(groups)
             began = clock()
             for weight in weights:
                 cpu_linear(x, weight, activations=activations)
             least[form] = min(least[form], clock() - began)
+    return least
+
+
+def _fastest(times: dict[str, dict[str, float]], before: dict[str, str]) -> dict[str, str]:
+    """Of kernels that sum in one order: first the order, by the geometric mean of their least times."""
+    orders: dict[str, dict[str, dict[str, float]]] = {}
+    for kernel, least in times.items():
+        for form, seconds in least.items():
+            orders.setdefault(variants.order_of_sums(kernel, form), {}).setdefault(kernel, {})[form] = seconds
+    means = {
+        order: math.prod(min(least.values()) for least in kernels.values()) ** (1 / len(kernels))
+        for order, kernels in orders.items()
+    }
+    most_rows = list(before)[-1]
+    order = variants.order_of_sums(most_rows, before[most_rows])
+    best = min(means, key=lambda name: means[name])
+    if means[best] * _ORDER_MARGIN < means[order]:
+        order = best
+    return {kernel: _faster(least, before[kernel]) for kernel, least in orders[order].items()}
+
+
+def _faster(least: dict[str, float], current: str) -> str:
     best = min(least, key=lambda form: least[form])
-    return best if least[best] * _MARGIN < least[current] else current
+    return current if current in least and least[best] * _MARGIN >= least[current] else best
 
 
 def _groups(products: str, pool: Pool) -> Iterator[tuple[Weight, ...]]:
