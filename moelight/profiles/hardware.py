@@ -77,7 +77,7 @@ def products_named(name: str, rows: int) -> str:
     return f"{name}_products_{rows}"
 
 
-# Kernels whose fastest form a measurement finds; tiles of bfloat16 round otherwise than vectors, for all rows of a class.
+# Kernels whose fastest form a measurement finds. Tiles of bfloat16 round otherwise than vectors, for all rows alike.
 KERNELS = {
     "stream_1": "bfloat16 weights meeting one token",
     "stream_2": "bfloat16 weights meeting two tokens",
