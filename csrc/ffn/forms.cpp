@@ -19,8 +19,8 @@ int chosen(ProductClass products, int size) {
 Bf16Products bf16_form(ProductClass products, int size) {
   const Bf16Products best = bf16_products();
   if (bf16_products_forced() || active_isa() != Isa::kAvx512 || best == Bf16Products::kWide) return best;
-  const int most = chosen(products, kFormSizes - 1), form = chosen(products, size);
-  const Bf16Products of_most = most < 0 ? best : static_cast<Bf16Products>(most);
+  const int largest = chosen(products, kFormSizes - 1), form = chosen(products, size);
+  const Bf16Products of_most = largest < 0 ? best : static_cast<Bf16Products>(largest);
   if (form < 0 || sums_in_tiles(static_cast<Bf16Products>(form)) != sums_in_tiles(of_most)) return of_most;
   return static_cast<Bf16Products>(form);
 }

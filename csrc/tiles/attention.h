@@ -84,7 +84,7 @@ class TileAttention {
     key_steps_ = (count + 31) / 32;
     Left left[kTileKeys / 16];
     for (int64_t i = 0; i < 2 * key_steps_; ++i)
-      left[i] = place(keys + 16 * i, std::clamp<int64_t>(count - 16 * i, 0, 16), copied_ + i * steps_ * kTile);
+      left[i] = left_of(keys + 16 * i, std::clamp<int64_t>(count - 16 * i, 0, 16), copied_ + i * steps_ * kTile);
     pair(values, count);
     for (int64_t i = 0; i < 2 * key_steps_; i += 2)
       for (int64_t b = 0; b < blocks_; b += 2)
@@ -119,7 +119,7 @@ class TileAttention {
   float* sums_of(int64_t unit, int64_t lane) const { return sums_ + (unit * lanes() + lane) * 32; }
 
   // Where they lie, if they are whole and equally far from each other; else copied, and zeros beyond the last.
-  Left place(const Bf16* const* keys, int64_t count, float* to) const {
+  Left left_of(const Bf16* const* keys, int64_t count, float* to) const {
     const auto at = [&](int64_t i) { return reinterpret_cast<intptr_t>(keys[i]); };
     bool even = count == 16 && depth_ % 32 == 0 && (at(1) - at(0)) % 4 == 0;
     for (int64_t i = 2; i < 16 && even; ++i) even = at(i) - at(i - 1) == at(1) - at(0);

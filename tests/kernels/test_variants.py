@@ -168,9 +168,9 @@ def test_tiles_of_bfloat16_serve_all_rows_or_none(products: str) -> None:
     extension: Any = native.extension()
     if "emulated" not in runs_as(products):
         pytest.skip("this processor has no pairs of bfloat16")
-    for few, most in (("halves", "emulated"), ("emulated", "halves")):
-        extension.set_product_form(products, 1, few), extension.set_product_form(products, 64, most)
-        assert {extension.product_form(products, rows) for rows in (1, 4, 16, 64)} == {most}
+    for few, many in (("halves", "emulated"), ("emulated", "halves")):
+        extension.set_product_form(products, 1, few), extension.set_product_form(products, 64, many)
+        assert {extension.product_form(products, rows) for rows in (1, 4, 16, 64)} == {many}
     extension.set_product_form(products, 1, "pairs")
     assert [extension.product_form(products, rows) for rows in (1, 64)] == ["pairs", "halves"]
 
