@@ -28,13 +28,13 @@ def restless(engine: Engine, seed: int) -> set[tuple[int, ...]]:
     random, passes, batcher, drawn = Random(seed), engine._loaded, engine._batcher, set()
     allocation, inner, first = Allocation(engine.profile, engine.policy, passes.dtype), batcher.next_pass, engine.policy
 
-    def next_pass() -> Any:
+    def next_pass(*arguments: Any) -> Any:
         values = values_of(first)
         for _ in range(random.randint(0, 3)):
             values = random.choice(allocation.neighbours(values, most_running=random.randint(1, 48)))
         passes.policy = batcher.policy = replace(with_values(first, values), look_ahead=random.randint(1, 4))
         drawn.add(values_of(passes.policy))
-        return inner()
+        return inner(*arguments)
 
     batcher.next_pass = next_pass  # type: ignore[method-assign]
     return drawn
