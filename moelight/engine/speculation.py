@@ -32,6 +32,7 @@ _FIRST_PASSES, _LEAST_PAUSE, _MOST_PAUSE = 2, 4, 32  # passes without drafts bef
 _LEAST_PASSES, _PASSES = 4, 64  # after which prices are corrected: the first time, and at most
 _SHARE, _LEAST_S = 1 / 200, 0.02  # of the time of all passes that prices may take, and seconds
 _KEPT_SHARE = 7 / 8  # of the weight of earlier passes in how long passes take
+_LEAST_GAIN = 0.05  # of the tokens of a pass: less is lost in how much passes vary, and by waiting for their tokens
 _GRID = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # drafts for each sequence
 
 
@@ -321,13 +322,15 @@ class Speculation:
         prices: DraftPrices,
     ) -> int:
         """How many of the ``gains``, expected tokens in descending order, to take: a token is worth the seconds that it
-        takes at the best rate of passes without prompts."""
+        takes at the best rate of passes without prompts; none are worth it unless they gain `_LEAST_GAIN`."""
         sequences, drafts = len(candidates), np.arange(len(gains) + 1)
         context = sum(sequence.computed for sequence, _ in candidates) / sequences
         tokens = sequences + np.concatenate(([0.0], np.cumsum(gains)))
         rate = float(np.max(tokens / prices.seconds(policy, sequences, context, 0, drafts)))
         seconds = prices.seconds(policy, sequences, context, prompt_tokens, drafts)
-        return int(np.argmax(tokens - rate * seconds))
+        worth = tokens - rate * seconds
+        best = int(np.argmax(worth))
+        return best if worth[best] - worth[0] >= _LEAST_GAIN * sequences else 0
 
     def after(
         self,

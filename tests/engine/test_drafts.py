@@ -224,6 +224,13 @@ def test_rejected_drafts_are_given_up_where_they_cost_and_tried_again_in_pauses(
     assert speculation.accepted == 0
 
 
+def test_rejected_drafts_are_given_up_where_they_seem_free() -> None:
+    """The seconds of single passes vary by more than a few expected tokens are worth."""
+    speculation = Speculation(FixedDrafts(match=4), 4, StatedPrices())  # type: ignore[arg-type]
+    verified = [play(speculation, accepted=0) for _ in range(300)]
+    assert verified[2] == 40 and sum(verified[100:]) == 0
+
+
 def test_accepted_drafts_grow() -> None:
     speculation = Speculation(FixedDrafts(match=4), 4, StatedPrices(base_s=1.0, draft_s=0.06))  # type: ignore[arg-type]
     verified = [play(speculation, accepted=4) for _ in range(40)]
