@@ -18,8 +18,6 @@ using namespace nb::literals;
 
 using MaybeIn = std::optional<In>;
 
-constexpr int64_t kMaxPrefillHeadDim = 512;
-
 const int32_t* check_ints(const char* name, const In& array, int64_t count) {
   check_layout(name, array, 1);
   check_int_type<int32_t>(name, array);

@@ -49,6 +49,8 @@ void prefill(const PrefillArgs& args);
 // its own position alone.
 constexpr int64_t kKeyBlock = 64;
 
+constexpr int64_t kMaxPrefillHeadDim = 512;
+
 // Floats from one query row's scores to the next; the slack keeps rows out of each other's cache sets.
 constexpr int64_t kPromptScoreRow = kKeyBlock + 16;
 

@@ -84,7 +84,7 @@ class AttendInTiles : PromptKeys<Bf16, kTileKeys> {
 
   void finish() const {
     for (int64_t row = 0; row < rows_; ++row) {
-      float line[kMostHead];
+      float line[kMaxPrefillHeadDim];
       for (int64_t unit = 0; 32 * unit < args_.head_dim; ++unit) {
         __m512 a, b;
         attention_.sums(row, unit, a, b);
@@ -94,8 +94,6 @@ class AttendInTiles : PromptKeys<Bf16, kTileKeys> {
                    static_cast<Bf16*>(args_.out) + Keys::offset(row, args_.out_stride));
     }
   }
-
-  static constexpr int64_t kMostHead = 512;
 
   Attention attention_;
   int32_t *low_, *span_;
