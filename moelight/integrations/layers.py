@@ -6,7 +6,8 @@ router (transformers 4, and code of checkpoints). Shapes: E experts of a layer, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +54,22 @@ class TensorSlice:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class ExpertParameter:
-    """Parameter ``key`` of the module ``owner``; ``expert`` None: of all experts along the first axis."""
+    """Parameter ``key`` of the module ``owner``.
+
+    Attributes:
+        expert: None for a parameter of all experts along the first axis.
+        values: returns the values, which may be read from a disk.
+        stored: the tensor whose memory holds the values: the parameter, that of accelerate's map of offloaded weights,
+            or None where they are on a disk.
+    """
 
     owner: nn.Module
     key: str
     parameter: nn.Parameter
     piece: TensorSlice
     expert: int | None
+    values: Callable[[], Tensor]
+    stored: Tensor | None
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         """``(expert, its tensor)`` of ``tensor``, a tensor shaped like the parameter."""
@@ -77,6 +87,7 @@ class MoeLayer:
         router: the sibling module with one row of weights per expert, if there is one.
         top_k: experts per token; None if neither the modules nor the model's configuration define it.
         pieces: an expert's tensors, in page order.
+        device: where the experts compute.
     """
 
     name: str
@@ -88,20 +99,17 @@ class MoeLayer:
     top_k: int | None
     pieces: tuple[TensorSlice, ...]
     parameters: list[ExpertParameter]
+    device: torch.device
 
     @property
     def page_bytes(self) -> int:
         """Bytes of an expert, its tensors aligned."""
         return self.pieces[-1].offset + self.pieces[-1].nbytes
 
-    @property
-    def device(self) -> torch.device:
-        return self.parameters[0].parameter.device
-
     def tensors(self) -> Iterator[tuple[int, int, Tensor]]:
         """``(expert, first byte in its page, tensor)`` of all experts."""
         for held in self.parameters:
-            for expert, tensor in held.parts(held.parameter.detach()):
+            for expert, tensor in held.parts(held.values()):
                 yield expert, held.piece.offset, tensor
 
     def chosen(self, output: Any) -> tuple[np.ndarray, np.ndarray] | None:
@@ -121,8 +129,19 @@ class MoeLayer:
         return None
 
     def predicted(self, states: Tensor) -> tuple[np.ndarray, np.ndarray] | None:
-        """The choice of the layer's router for ``states`` [T, H], without its hooks; None if there is none."""
-        return None if self.router is None else self.chosen(type(self.router).forward(self.router, states))
+        """The choice of the layer's router for ``states`` [T, H], without its hooks; None if there is none, or its
+        parameters are offloaded."""
+        if self.router is None or any(parameter.is_meta for parameter in self.router.parameters()):
+            return None
+        return self.chosen(type(self.router).forward(self.router, states))
+
+    @property
+    def resident(self) -> bool:
+        """True if the experts take memory of ``device``."""
+        return any(
+            held.stored is not None and held.stored.numel() > 0 and held.stored.device == self.device
+            for held in self.parameters
+        )
 
 
 def as_array(tensor: Tensor, dtype: Any) -> np.ndarray:
@@ -133,7 +152,14 @@ def as_array(tensor: Tensor, dtype: Any) -> np.ndarray:
 
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
     """The layers of ``model`` with experts, in module order; raises ConfigError if it is no model or is attached, if
-    there are none, or some cannot be moved: quantised, offloaded, shared between modules, on several devices."""
+    there are none, or some cannot be moved: quantised, without values, shared between modules, on several devices."""
+    layers = find_moe_layers(model)
+    _refuse(model, layers)
+    return layers
+
+
+def find_moe_layers(model: nn.Module) -> list[MoeLayer]:
+    """`moe_layers` of a model whose parameters may be without values."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach needs a model, not {type(model).__name__}")
     if getattr(model, ATTACHMENT, None) is not None:
@@ -150,7 +176,6 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
             f"{type(model).__name__} has no experts that moelight knows: neither transformers' fused experts nor a "
             "ModuleList of them beside a router"
         )
-    _refuse(model, layers)
     return layers
 
 
@@ -176,16 +201,14 @@ def _layer(name: str, block: nn.Module, child: nn.Module, config: Any) -> MoeLay
         top_k=_top_k((router, block, config), count),
         pieces=tuple(dict.fromkeys(held.piece for held in parameters)),
         parameters=parameters,
+        device=_device(parameters),
     )
 
 
 def _fused(child: nn.Module, count: int) -> list[ExpertParameter]:
     parameters = {key: value for key, value in child.named_parameters(recurse=False) if value.shape[:1] == (count,)}
     pieces = _lay_out({key: value[0] for key, value in parameters.items()})
-    return [
-        ExpertParameter(owner=child, key=piece.name, parameter=parameters[piece.name], piece=piece, expert=None)
-        for piece in pieces
-    ]
+    return [_expert_parameter(child, piece.name, piece, None) for piece in pieces]
 
 
 def _listed(experts: list[nn.Module]) -> list[ExpertParameter] | None:
@@ -196,9 +219,49 @@ def _listed(experts: list[nn.Module]) -> list[ExpertParameter] | None:
     for expert, module in enumerate(experts):
         for piece in pieces:
             path, _, last = piece.name.rpartition(".")
-            owner, parameter = module.get_submodule(path), module.get_parameter(piece.name)
-            parameters.append(ExpertParameter(owner=owner, key=last, parameter=parameter, piece=piece, expert=expert))
+            parameters.append(_expert_parameter(module.get_submodule(path), last, piece, expert))
     return parameters
+
+
+def _expert_parameter(owner: nn.Module, key: str, piece: TensorSlice, expert: int | None) -> ExpertParameter:
+    parameter = owner.get_parameter(key)
+    offloaded = _offloaded(owner, key) if parameter.is_meta else None
+    values, stored = (parameter.detach, parameter) if offloaded is None else offloaded
+    return ExpertParameter(
+        owner=owner, key=key, parameter=parameter, piece=piece, expert=expert, values=values, stored=stored
+    )
+
+
+def accelerate_hooks(module: nn.Module) -> list[Any]:
+    """The hooks by which accelerate moves the inputs and parameters of ``module``."""
+    hook = getattr(module, "_hf_hook", None)
+    return [] if hook is None else list(getattr(hook, "hooks", [hook]))
+
+
+def _offloaded(owner: nn.Module, key: str) -> tuple[Callable[[], Tensor], Tensor | None] | None:
+    """`ExpertParameter.values` and ``stored`` of a parameter that accelerate offloaded; None if it did not."""
+    for hook in accelerate_hooks(owner):
+        weights = getattr(hook, "weights_map", None)
+        if weights is None or not hook.offload:
+            continue
+        name, source = getattr(weights, "prefix", "") + key, getattr(weights, "dataset", weights)
+        in_memory = getattr(source, "state_dict", source)
+        if name in in_memory:
+            return functools.partial(weights.__getitem__, key), in_memory[name]
+        if name in getattr(source, "index", ()):
+            return functools.partial(weights.__getitem__, key), None
+    return None
+
+
+def _device(parameters: list[ExpertParameter]) -> torch.device:
+    """Where accelerate computes offloaded parameters, else where they are."""
+    for held in parameters:
+        if not held.parameter.is_meta:
+            return held.parameter.device
+        for hook in accelerate_hooks(held.owner):
+            if getattr(hook, "execution_device", None) is not None:
+                return torch.device(hook.execution_device)
+    return torch.device("meta")
 
 
 def _router(block: nn.Module, experts: nn.Module, count: int) -> nn.Module | None:
@@ -253,13 +316,22 @@ def _refuse(model: nn.Module, layers: list[MoeLayer]) -> None:
 def _refuse_layer(layer: MoeLayer) -> None:
     if not layer.pieces:
         raise ConfigError(f"{layer.name} holds no tensor over its {layer.num_experts} experts; attach cannot move it")
-    if any(hasattr(module, "_hf_hook") for module in (layer.block, *layer.experts.modules())):
-        raise ConfigError(f"{layer.name} is dispatched by accelerate; load the model without device_map")
+    for module in (layer.block, *layer.experts.modules()):
+        if any(getattr(hook, "offload", False) and hook.place_submodules for hook in accelerate_hooks(module)):
+            raise ConfigError(
+                f"{layer.name}: accelerate loads {type(module).__name__} as one (preload_module_classes); dispatch the "
+                "model without that"
+            )
     if getattr(layer.experts, "_is_expert_parallel", False):
         raise ConfigError(f"{layer.name} is spread over processes; attach serves models of one process")
+    moved = {id(held.parameter) for held in layer.parameters}
+    if any(parameter.is_meta and id(parameter) not in moved for parameter in layer.experts.parameters()):
+        raise ConfigError(f"{layer.name} has offloaded parameters that are not of one expert; keep them in memory")
     for held in layer.parameters:
-        if held.parameter.is_meta:
-            raise ConfigError(f"{layer.name}: {held.piece.name} has no values (offloaded, or attached already)")
+        if held.parameter.is_meta and held.stored is held.parameter:
+            raise ConfigError(
+                f"{layer.name}: {held.piece.name} has no values (on the meta device, or attached already)"
+            )
         if held.parameter.dtype not in _FLOATING or type(held.parameter) is not nn.Parameter:
             raise ConfigError(
                 f"{layer.name}: {held.piece.name} is {held.parameter.dtype} ({type(held.parameter).__name__}); "

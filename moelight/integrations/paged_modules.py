@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moelight.core.errors import ConfigError, UserError
-from moelight.integrations.layers import ExpertParameter, MoeLayer, TensorSlice, as_array
+from moelight.integrations.layers import ExpertParameter, MoeLayer, TensorSlice, accelerate_hooks, as_array
 from moelight.kernels.device import on_host
 from moelight.paging.turns import SlotPager, Slots, Turn
 
@@ -78,6 +78,11 @@ class PagedExpertModule(ABC):
         if predicted is not None:
             self.pager.residency.expect(number, *predicted)
         turn.look_ahead()
+
+    def _without_hooks(self, module: nn.Module) -> None:
+        """Keep accelerate from moving the parameters of ``module`` around its forward pass."""
+        if accelerate_hooks(module) and "_old_forward" in vars(module):
+            self._replace_forward(module, module._old_forward)  # type: ignore[arg-type]
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         before = module.__dict__.get("forward")
@@ -190,6 +195,8 @@ class PagedExpertList(PagedExpertModule):
         self._replace_forward(self.layer.block, self._block_forward(self.layer.block.forward))
         assert self.layer.router is not None  # a list without one is no MoE layer
         self.undo.callback(self.layer.router.register_forward_hook(self._routed).remove)
+        for module in self.layer.experts.modules():
+            self._without_hooks(module)
         for expert, module in enumerate(self.layer.experts.children()):
             owned = [held for held in self.layer.parameters if held.expert == expert]
             self._replace_forward(module, self._expert_forward(expert, module.forward, owned))

@@ -8,8 +8,8 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,18 @@ from torch import Tensor, nn
 
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.schedule import Page
-from moelight.core.units import align_up, format_bytes
-from moelight.experts.policy import DEFAULT_POLICY, Capacity, ExpertPolicy
+from moelight.core.units import align_up, format_bytes, parse_bytes
+from moelight.experts.policy import DEFAULT_POLICY, STRATEGIES, Capacity, ExpertPolicy
 from moelight.experts.profile import facts_of_model, load_profile
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
-from moelight.integrations.layers import ATTACHMENT, PAGE_ALIGNMENT, MoeLayer, moe_layers
+from moelight.integrations.layers import (
+    ATTACHMENT,
+    PAGE_ALIGNMENT,
+    ExpertParameter,
+    MoeLayer,
+    find_moe_layers,
+    moe_layers,
+)
 from moelight.integrations.paged_modules import PagedExpertList, PagedExpertModule, PagedFusedExperts
 from moelight.kernels.device import Device
 from moelight.lang.check import read
@@ -31,8 +38,10 @@ from moelight.lang.files import load_expert_policy
 from moelight.paging.arena import on_huge_pages
 from moelight.paging.offload import DiskStore, HostStore, OffloadStore, bytes_of
 from moelight.paging.residency import ModelFacts, ResidencyManager
+from moelight.paging.slots import PendingPage
 from moelight.paging.turns import STAGED, SlotPager
 from moelight.runtime.measure import available_bytes
+from moelight.weights.source import resolve_model
 
 
 def offload_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
@@ -40,24 +49,30 @@ def offload_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
     store.keep(number, layer.name, layer.tensors())
     for held in layer.parameters:
         parameter = held.parameter
-        held.owner._parameters[held.key] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-        )
-        parameter.data = parameter.data.new_empty(0)
+        if not parameter.is_meta:
+            held.owner._parameters[held.key] = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
+        if held.stored is not None:
+            held.stored.data = held.stored.data.new_empty(0)
 
 
 def restore_layer(store: OffloadStore, number: int, layer: MoeLayer) -> None:
-    """Put the parameters of layer ``number`` back into the model; after CheckpointError the layer remains offloaded."""
-    pending, wholes = [], []
+    """Put the parameters of layer ``number`` back into the model, or into the memory in which accelerate had them.
+    After CheckpointError the layer remains offloaded."""
+    pending: list[PendingPage] = []
+    restored: list[tuple[ExpertParameter, Tensor, Tensor]] = []
     for held in layer.parameters:
+        if held.stored is None:
+            continue
         shape = held.piece.shape if held.expert is not None else (layer.num_experts, *held.piece.shape)
-        wholes.append(held.parameter.data.new_empty(shape))
-        for expert, tensor in held.parts(wholes[-1]):
+        restored.append((held, held.stored, held.stored.data.new_empty(shape)))
+        for expert, tensor in held.parts(restored[-1][2]):
             pending.append(store.start(Page(layer=number, expert=expert), [(held.piece.offset, bytes_of(tensor))]))
     for transfer in pending:
         transfer.wait()
-    for held, full_tensor in zip(layer.parameters, wholes, strict=True):
-        held.parameter.data = full_tensor
+    for held, stored, full_tensor in restored:
+        stored.data = full_tensor
         held.owner._parameters[held.key] = held.parameter
 
 
@@ -90,14 +105,19 @@ def residency_of(policy: ExpertPolicy, model: nn.Module, layers: Sequence[MoeLay
     return ResidencyManager(policy, shape, resident=None, profile=profile, most_slots=max_slots), max_slots
 
 
-def policy_for(layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, str]:
+def policy_for(
+    layers: Sequence[MoeLayer], batch: int, *, memory: int | None = None, prefetch: str | None = None
+) -> tuple[ExpertPolicy, str]:
     """`DEFAULT_POLICY` with slots for twice a token's experts, or for the experts that ``batch`` tokens are expected to
-    use, as far as free memory suffices, and the reason. Raises BudgetError if not one expert fits."""
+    use, as far as free memory, or ``memory`` bytes of it, suffices, and the reason; ``prefetch`` is its strategy.
+    Raises BudgetError if not one expert fits."""
     top_k, experts = max(layer.top_k or 1 for layer in layers), sum(layer.num_experts for layer in layers)
     page_bytes, device = _slot_bytes(layers), layers[0].device
     free = available_bytes() if Device(device).host else Device(device).memory()[0]
-    free += sum(layer.num_experts * layer.page_bytes for layer in layers)
+    free += sum(layer.num_experts * layer.page_bytes for layer in layers if layer.resident)
     reserve = RESERVE_BYTES + STAGED * page_bytes
+    if memory is not None and memory < free:
+        free, reserve = memory, STAGED * page_bytes
     plan = plan_slots(
         layers=len(layers),
         num_experts=max(layer.num_experts for layer in layers),
@@ -124,6 +144,7 @@ def policy_for(layers: Sequence[MoeLayer], batch: int) -> tuple[ExpertPolicy, st
         reason = f"twice the {top_k} of a token in each of {len(layers)} layers"
     else:
         reason = f"what {batch} tokens of {top_k} experts are expected to meet in each of {len(layers)} layers"
+    strategy = strategy if prefetch is None else prefetch
     even = None if rules.per_layer is None or slots < len(layers) else replace(rules.per_layer, total_budget=slots)
     policy = replace(
         rules,
@@ -156,9 +177,11 @@ def read_expert_policy(policy: ExpertPolicy | str | Path) -> ExpertPolicy:
 
 
 def attach(
-    model: nn.Module,
+    model: nn.Module | str | Path,
     policy: ExpertPolicy | str | Path,
     *,
+    device: str | torch.device | None = None,
+    dtype: str = "auto",
     home: str | None = None,
     directory: str | Path | None = None,
 ) -> Attachment:
@@ -169,26 +192,41 @@ def attach(
     as before and give the same tokens.
 
     Args:
-        model: in float32, bfloat16, float16 or float64, its experts in memory and on one device.
+        model: in float32, bfloat16, float16 or float64, its experts on one device, or offloaded by accelerate and
+            computed on one; or a checkpoint (a directory, a hub id or ``demo``), whose experts are never all in memory:
+            `Attachment.model` is the model.
         policy: an `ExpertPolicy`, the text of a ``.moe`` file with one policy, or the path of one.
+        device: of the model of a checkpoint; by default ``cpu``.
+        dtype: of the model of a checkpoint, as transformers takes it: by default that of the checkpoint.
         home: store of the offloaded experts, ``disk`` (a private file; only for a model on a CPU) or ``memory`` (host
             memory). By default ``disk`` for a model on a CPU, ``memory`` for one on a GPU.
         directory: directory of the experts' file, which is unlinked once written; by default the system's temporary
             directory.
 
     Returns:
-        The attachment; its ``detach`` restores the model.
+        The attachment; its ``detach`` restores the model. A checkpoint's model has all experts in memory then.
 
     Raises:
         ConfigError: the model has no experts that can be moved or is attached already, or the policy is invalid or does
             not fit the model.
         BudgetError: there is too little memory for the slots.
     """
-    return Attachment(model, read_expert_policy(policy), home=home, directory=directory)
+    rules = read_expert_policy(policy)
+    with opened(model, device, dtype, directory) as (built, layers):
+        return Attachment(built, rules, layers, home=home, directory=directory)
 
 
 def auto_attach(
-    model: nn.Module, *, batch: int = 1, home: str | None = None, directory: str | Path | None = None
+    model: nn.Module | str | Path,
+    *,
+    batch: int = 1,
+    memory: int | str | None = None,
+    prefetch: str | None = None,
+    warm_pin: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: str = "auto",
+    home: str | None = None,
+    directory: str | Path | None = None,
 ) -> Attachment:
     """Page the experts of ``model`` as `attach` does, with a policy made for the model and the free memory.
 
@@ -198,22 +236,106 @@ def auto_attach(
     Args:
         model: as in `attach`.
         batch: tokens that one forward pass computes together, for example the number of sequences that are decoded.
+        memory: the most bytes that slots take, or text such as ``"6GiB"``; by default as much as is free.
+        prefetch: the strategy by which experts are prefetched (``strategy`` of the policy language); by default by the
+            next layer's router, or by the tokens before where there is none, and ``none`` if all experts have slots.
+        warm_pin: accesses after which the busiest resident experts are pinned; by default none are.
+        device: as in `attach`.
+        dtype: as in `attach`.
         home: as in `attach`.
         directory: as in `attach`.
 
     Raises:
-        ConfigError: the model has no experts that can be moved, or is attached already.
+        ConfigError: the model has no experts that can be moved, or is attached already; or no such strategy.
         BudgetError: there is too little memory for the slots.
     """
-    policy, reason = policy_for(moe_layers(model), batch)
-    return Attachment(model, policy, home=home, directory=directory, reason=reason)
+    max_bytes = None if memory is None else parse_bytes(memory, label="memory")
+    if prefetch is not None and prefetch not in STRATEGIES:
+        strategies = ", ".join(STRATEGIES)
+        raise ConfigError(f"prefetch {prefetch!r}: known are {strategies}{did_you_mean(prefetch, STRATEGIES)}")
+    if warm_pin is not None and warm_pin < 1:
+        raise ConfigError(f"warm_pin must be at least 1 access, not {warm_pin}")
+    with opened(model, device, dtype, directory) as (built, layers):
+        policy, reason = policy_for(layers, batch, memory=max_bytes, prefetch=prefetch)
+        policy = replace(policy, cache=replace(policy.cache, warm_pin=warm_pin))
+        return Attachment(built, policy, layers, home=home, directory=directory, reason=reason)
+
+
+@contextmanager
+def opened(
+    model: nn.Module | str | Path, device: str | torch.device | None, dtype: str, directory: str | Path | None
+) -> Iterator[tuple[nn.Module, list[MoeLayer]]]:
+    """``model`` and its layers. Of a checkpoint everything but the experts is loaded to ``device``; the experts are
+    files in ``directory`` until the block is left, or the checkpoint's where they are stored as the model has them."""
+    if isinstance(model, nn.Module) or not isinstance(model, (str, os.PathLike)):
+        if device is not None or dtype != "auto":
+            raise ConfigError("device and dtype are for checkpoints; a model that is built has its own")
+        yield model, moe_layers(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="moelight-", dir=directory) as folder:
+        built = _without_experts(resolve_model(str(model)), dtype, folder)
+        layers = moe_layers(built)
+        _to_device(built, layers, torch.device("cpu" if device is None else device))
+        yield built, layers
+
+
+def _without_experts(checkpoint: Path, dtype: str, folder: str) -> nn.Module:
+    try:
+        from accelerate.hooks import remove_hook_from_module  # noqa: F401
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(
+            f"attach reads checkpoints with transformers and accelerate ({error}): pip install 'moelight[transformers]'"
+        ) from None
+    config = AutoConfig.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    device_map = _device_map(outline, {layer.name for layer in find_moe_layers(outline)})
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        checkpoint, config=config, dtype=dtype, device_map=device_map, offload_folder=folder
+    )
+    return model.eval()
+
+
+def _device_map(module: nn.Module, experts: set[str], name: str = "") -> dict[str, str]:
+    """accelerate's device map: ``experts`` on the disk, all other modules in memory."""
+    if name in experts:
+        return {name: "disk"}
+    if not any(path.startswith(f"{name}." if name else "") for path in experts):
+        return {name: "cpu"}
+    devices = {}
+    for key, child in module.named_children():
+        devices.update(_device_map(child, experts, f"{name}.{key}".lstrip(".")))
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return {**devices, **{f"{name}.{key}".lstrip("."): "cpu" for key, _ in tensors}}
+
+
+def _to_device(model: nn.Module, layers: Sequence[MoeLayer], device: torch.device) -> None:
+    """Take accelerate's hooks off ``model``, and move it to ``device``; its experts compute there."""
+    from accelerate.hooks import remove_hook_from_module
+
+    remove_hook_from_module(model, recurse=True)
+    vars(model).pop("hf_device_map", None)
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
+    for layer in layers:
+        layer.device = device
+        for held in layer.parameters:
+            empty = torch.empty(0, dtype=held.piece.dtype, device=device)
+            held.parameter = nn.Parameter(empty, requires_grad=held.parameter.requires_grad)
+            held.stored = held.parameter
 
 
 class Attachment:
     """A model with paged experts, until `detach`; also a context manager.
 
     Attributes:
-        model: as given.
+        model: as given, or loaded from the checkpoint.
         policy: as given, or as `auto_attach` chose it.
         reason: why `auto_attach` chose the policy; empty after `attach`.
         resident_bytes: memory of the slots beside the compute unit.
@@ -224,13 +346,13 @@ class Attachment:
         self,
         model: nn.Module,
         policy: ExpertPolicy,
+        layers: list[MoeLayer],
         *,
         home: str | None = None,
         directory: str | Path | None = None,
         reason: str = "",
     ) -> None:
-        self.model, self.policy, self.reason = model, policy, reason
-        layers = self._layers = moe_layers(model)
+        self.model, self.policy, self.reason, self._layers = model, policy, reason, layers
         residency, max_slots = residency_of(policy, model, layers)
         slots = _slots(max_slots + STAGED, _slot_bytes(layers), layers[0].device)
         self._store = _store(home, directory, layers)

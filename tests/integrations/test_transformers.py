@@ -9,8 +9,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import numpy as np
 import psutil
 import pytest
@@ -20,9 +22,9 @@ from transformers import PreTrainedModel
 
 import moelight
 from moelight.core.dtypes import FLOAT32
-from moelight.core.errors import CheckpointError, ConfigError, MoelightError, UserError
+from moelight.core.errors import BudgetError, CheckpointError, ConfigError, MoelightError, UserError
 from moelight.core.schedule import Page
-from moelight.core.units import MiB
+from moelight.core.units import MiB, align_up
 from moelight.engine.experts import facts_of
 from moelight.experts.policy import (
     EVICTIONS,
@@ -34,7 +36,7 @@ from moelight.experts.policy import (
     PrefetchRules,
 )
 from moelight.experts.profile import ActivationProfile, save_profile
-from moelight.integrations.layers import moe_layers
+from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, moe_layers
 from moelight.integrations.transformers import Attachment
 from moelight.paging import offload
 from moelight.paging.offload import CopyStream, DiskStore
@@ -228,7 +230,7 @@ def test_what_a_slot_is_said_to_hold_is_in_it() -> None:
 
 
 def moe_pieces(attachment: Attachment) -> Any:
-    return attachment._layers[0].pieces
+    return moe_layers_of(attachment)[0].pieces
 
 
 def wrong(page: Page | None) -> Page:
@@ -341,6 +343,74 @@ def test_auto_attach_chooses_and_says_why(qwen: PreTrainedModel) -> None:
         assert attachment.policy.cache.capacity.value == 32
 
 
+def test_auto_attach_takes_advice(qwen: PreTrainedModel) -> None:
+    page = next(layer.page_bytes for layer in moe_layers(qwen))
+    room = (5 + 4) * align_up(page, PAGE_ALIGNMENT)
+    with moelight.auto_attach(qwen, memory=room, prefetch="history", warm_pin=20) as attachment:
+        assert attachment.policy.cache.capacity.value == 5
+        assert attachment.resident_bytes == room
+        assert attachment.policy.prefetch.strategy == "history"
+        assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+        assert attachment.get_stats()["experts"]["warm_pin"]["fired"]
+    for options, says in (({"prefetch": "histroy"}, "did you mean"), ({"warm_pin": 0}, "at least 1")):
+        with pytest.raises(ConfigError, match=says):
+            moelight.auto_attach(qwen, **options)
+    with pytest.raises(BudgetError):
+        moelight.auto_attach(qwen, memory=page)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "listed"])
+@pytest.mark.parametrize("where", ["disk", "memory", "unmoved"])
+def test_a_model_that_accelerate_dispatched_gives_the_same_tokens(family: str, where: str, tmp_path: Path) -> None:
+    model = build_listed() if family == "listed" else build(family)
+    _, greedy, _, last = untouched(family)
+    offloaded: dict[str, Tensor] = {}
+    if where == "memory":  # all of the model, its routers too
+        offloaded = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"), state_dict=offloaded)
+    else:
+        device = "disk" if where == "disk" else "cpu"
+        device_map = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+        for layer, block in enumerate(model.model.layers):
+            for name, _ in block.named_children():
+                device_map[f"model.layers.{layer}.{name}"] = device if name == "mlp" else "cpu"
+        accelerate.dispatch_model(model, device_map, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    before = {name: value.numel() for name, value in offloaded.items()}
+    with moelight.attach(model, policy(5)) as attachment:
+        assert torch.equal(tokens(model), greedy)
+        assert torch.equal(logits(model), last)
+        assert attachment.get_stats()["placement"]["streamed"] > 0
+        assert all(not offloaded[name].numel() for name in before if ".experts." in name)  # pages alone have them
+    assert {name: value.numel() for name, value in offloaded.items()} == before
+    assert torch.equal(tokens(model), greedy)
+    assert torch.equal(logits(model), last)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_experts_of_a_checkpoint_go_from_its_files_to_pages(family: str, tmp_path: Path) -> None:
+    model, greedy, _, last = untouched(family)
+    checkpoint, scratch = tmp_path / "model", tmp_path / "scratch"
+    scratch.mkdir()
+    model.save_pretrained(checkpoint)
+    with moelight.attach(checkpoint, policy(5), device="cpu", directory=scratch) as attachment:
+        built = attachment.model
+        experts = [value for layer in moe_layers_of(attachment) for value in layer.experts.parameters()]
+        assert experts
+        assert all(value.is_meta for value in experts)
+        assert not list(scratch.iterdir())
+        assert torch.equal(tokens(built), greedy)
+        assert torch.equal(logits(built), last)
+    assert not any(value.is_meta for value in built.parameters())
+    assert torch.equal(logits(built), last)
+    with moelight.auto_attach(str(checkpoint), dtype="bfloat16") as attachment:
+        assert next(attachment.model.parameters()).dtype == torch.bfloat16
+        assert tokens(attachment.model, new=1).shape == (12, 12)
+
+
+def moe_layers_of(attachment: Attachment) -> list[MoeLayer]:
+    return attachment._layers
+
+
 def _meta(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.experts.to("meta")
 
@@ -354,8 +424,8 @@ def _whole_numbers(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.experts.down_proj = nn.Parameter(down.to(torch.int8), requires_grad=False)
 
 
-def _dispatched(model: PreTrainedModel) -> None:
-    model.model.layers[0].mlp._hf_hook = object()
+def _preloaded(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp._hf_hook = SimpleNamespace(offload=True, place_submodules=True)
 
 
 def _dense(model: PreTrainedModel) -> None:
@@ -369,7 +439,7 @@ def _dense(model: PreTrainedModel) -> None:
         (_meta, "no values"),
         (_tied, "shares its memory"),
         (_whole_numbers, "int8"),
-        (_dispatched, "accelerate"),
+        (_preloaded, "preload_module_classes"),
         (_dense, "no experts"),
     ],
 )
@@ -387,6 +457,7 @@ def test_models_that_cannot_be_moved_are_refused_untouched(damage: Any, says: st
     [
         ({"home": "dsk"}, "did you mean 'disk'"),
         ({"directory": "/nowhere/at/all"}, "cannot hold"),
+        ({"device": "cpu"}, "for checkpoints"),
         ({"policy": 7}, "path"),
         ({"policy": Path("/nowhere.moe")}, "nowhere.moe"),
         ({"policy": policy(Capacity(value=100, unit="bytes"))}, "no expert"),
