@@ -2,8 +2,8 @@
 
     python -m tests.batch.crash [--kills 60] [--seed 1] [--scratch DIR]
 
-Each job (rows in order, in completion order with an error file, atomic, gzipped, of rows that reason, call tools and
-are generated again) is ended at random moments, started again with the same command, and compared when it is done. How
+Each job (rows in order, in completion order with an error file, atomic, gzipped, with drafts, of rows that reason, call
+tools and are generated again) is ended at random moments, started again with the same command, and compared when it is done. How
 it is ended:
 
     time     SIGKILL at any moment, loading and finishing included
@@ -68,6 +68,7 @@ SHAPES = (
     Shape(name="completion", options=("--order", "completion", "--error-file", "errors.jsonl"), errors="errors.jsonl"),
     Shape(name="atomic", options=("--atomic", "--error-file", "errors.jsonl"), errors="errors.jsonl"),
     Shape(name="gzip", options=("--order", "completion"), output="out.jsonl.gz"),
+    Shape(name="drafts", options=("--speculate", "ngram")),
     Shape(name="calls", options=("--chat-template", TEMPLATE_FILE), prompts="calls.jsonl"),
 )
 
@@ -218,6 +219,8 @@ def main() -> None:
             raise SystemExit(f"undisturbed, {shape.name} ended with {code}")
         seconds = max(seconds, time.monotonic() - began)
         expected[shape.name] = result_of(folder, shape)
+    if expected["drafts"] != expected["input"]:
+        raise SystemExit(f"other rows with drafts; see {scratch}")
     kills: Counter[str] = Counter()
     for shape in SHAPES[:3]:  # gzipped, all rows have room
         kills["tmpfs"] += fill_a_small_disk(prompts, scratch, shape, expected[shape.name])

@@ -1,5 +1,5 @@
-"""A job whose rows reason, call tools and are generated again is killed and goes on: its output is that of a run that
-nobody disturbed."""
+"""A job whose rows reason, call tools and are generated again is killed and goes on, with drafts and without: its output
+is that of a run that nobody disturbed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def test_the_output_is_that_of_an_unbroken_run(tmp_path: Path) -> None:
     write_lines(prompts, 42)
     template.write_text(TEMPLATE)
 
-    def run(output: str, fault: str = "") -> int:
+    def run(output: str, fault: str = "", speculate: str = "off") -> int:
         command = [sys.executable, "-m", "moelight.cli.main", "generate", str(prompts), "-o", str(tmp_path / output)]
         options = ["--chat-template", str(template), "--batch-size", "3", "--sync-interval", "0.05", "--no-show"]
+        options += ["--speculate", speculate]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOELIGHT_FAULT": fault}
         if not fault:
             del environment["MOELIGHT_FAULT"]
         return subprocess.run([*command, *options], env=environment, check=False, capture_output=True).returncode
 
     assert run("whole.jsonl") == 1  # error rows
-    kills = [
-        run("killed.jsonl", f"{fault}:kill") for fault in ("before_write:6", "mid_write:3", "before_journal_write:5")
-    ]
+    faults = {"before_write:6": "ngram", "mid_write:3": "off", "before_journal_write:5": "auto"}
+    kills = [run("killed.jsonl", f"{fault}:kill", speculate) for fault, speculate in faults.items()]
     assert kills == [-signal.SIGKILL] * 3
-    assert run("killed.jsonl") == 1
+    assert run("killed.jsonl", speculate="ngram") == 1
     full = rows_of(tmp_path / "whole.jsonl")
     assert rows_of(tmp_path / "killed.jsonl") == full
     choices = [choice for row in full for choice in row["response"]["body"].get("choices", ())]

@@ -178,6 +178,26 @@ def test_rows_with_one_system_prompt_wait_until_the_first_has_computed_it() -> N
     assert run.pool.free == run.pool.blocks
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_eight_samples_hold_the_full_blocks_of_a_prompt_once(late: bool) -> None:
+    """All samples of 64 prompts run at the same time, in as many blocks as that takes."""
+    random = Random(5)
+    prompts = [tuple(random.randrange(256) for _ in range(random.randint(17, 120))) for _ in range(64)]
+    samples = [generation(n, prompt, 20) for n, prompt in enumerate(prompts) for _ in range(8)]
+    full = [(len(prompt) - 1) // BLOCK for prompt in prompts]
+    rest = [-(-(len(prompt) + 20) // BLOCK) - blocks for prompt, blocks in zip(prompts, full, strict=True)]
+    run = small(512, blocks=sum(full) + 8 * sum(rest))
+    run.late = late
+    run.batcher.add(samples)
+    while run.batcher.waiting:
+        loads = run.batcher.next_pass()
+        run.compute(loads)
+        run.batcher.launched(loads)
+    assert len(run.batcher.running) == 512
+    assert run.pool.free == 0
+    assert sum(sample.cached for sample in samples) == 7 * BLOCK * sum(full)
+
+
 def test_others_are_not_held_up_by_those_who_wait() -> None:
     """Two rows of each of ten prompts: the first of each rides at once."""
     run = small(20)
@@ -370,6 +390,22 @@ def test_a_closed_run_leaves_the_cache_exact(wanted: Wanted, devices: str) -> No
             list(engine.run(failing(12)))
         check_free(engine)
         assert answers(list(engine.run(requests))) == expected
+
+
+def test_eight_samples_are_those_of_eight_requests(wanted: Wanted) -> None:
+    """Eight equal requests without a seed of their own draw the same where they are greedy; sampled ones as without
+    sharing."""
+    model, prompts = wanted("olmoe")[0], [tuple(range(65 + n, 115 + 2 * n)) for n in range(8)]
+    sampled = SamplingParams(max_tokens=4, n=8, temperature=0.9, seed=3, ignore_eos=True)
+    greedy = replace(sampled, temperature=0.0)
+    result: dict[bool, list[Any]] = {}
+    for caching in (False, True):
+        with Engine(Policy(model=str(model), **HOW), device="cpu", prefix_caching=caching) as engine:
+            result[caching] = [[item.token_ids for item in engine.generate(prompts, how)] for how in (greedy, sampled)]
+            if not caching:
+                repeated = [prompt for prompt in prompts for _ in range(8)]
+                result[caching][0] = [item.token_ids for item in engine.generate(repeated, replace(greedy, n=1))]
+    assert result[True] == result[False]
 
 
 def test_samples_of_one_prompt_share_its_blocks(wanted: Wanted) -> None:

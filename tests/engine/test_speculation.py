@@ -23,6 +23,7 @@ from moelight.engine.speculation import DraftPrices
 from moelight.hrm import schedule_time
 from moelight.kernels import native
 from tests.cases import covering, thorough
+from tests.engine.test_adaptation import restless
 from tests.engine.test_invariance import DEVICES, MODELS, ON_DEMAND, served
 from tests.engines import Tiny, in_turn
 from tests.shapes import examples
@@ -241,6 +242,37 @@ def test_chosen_drafts_give_the_same_tokens(
     answers, stats = run(policy, SAMPLED, speculate="auto")
     assert comparable(policy, answers) == comparable(policy, plain)
     assert stats.counts["drafted_passes"] < stats.passes
+
+
+@pytest.mark.parametrize("length", [2, 5])
+@pytest.mark.parametrize("devices", ["cpu", "gpu-cache"])
+def test_stop_texts_end_within_any_part_of_a_draft(model: Path, devices: str, length: int, drafted: Install) -> None:
+    """Texts of ``length`` tokens, so that they begin before drafts, in them and behind them."""
+    policy = Policy(model=str(model), **SIZES, **DEVICES[devices])
+    how = replace(GREEDY, allowed_token_ids=list(range(97, 123)))
+    endless, _ = run(policy, how)
+    assert all(len(one.text) == len(one.token_ids) == how.max_tokens for one in endless)
+    ends = [replace(how, stop=[one.text[4 + at : 4 + at + length]], logprobs=0) for at, one in enumerate(endless)]
+    drafted(endless)
+    plain, _ = run(policy, ends)
+    assert all(one.finish_reason == "stop" for one in plain)
+    for some in (1, 2, 3, 6):
+        answers, stats = run(policy, ends, speculate="ngram", num_speculative_tokens=some)
+        assert comparable(policy, answers) == comparable(policy, plain)
+        assert stats.counts["accepted_tokens"]
+
+
+@pytest.mark.parametrize("devices", ["cpu", "gpu", "gpu-attention", "split"])
+def test_policies_that_change_between_passes_give_the_same_tokens(model: Path, devices: str, drafted: Install) -> None:
+    policy = Policy(model=str(model), **{**SIZES, "kv_tokens": 8 * 160}, **DEVICES[devices])
+    plain, _ = run(policy, SAMPLED)
+    drafted(plain)
+    with Engine(policy, device="twin" if policy.discrete else "cpu", **NGRAM) as engine:
+        drawn = restless(engine, seed=len(devices))
+        answers, counts = engine.generate(PROMPTS, SAMPLED), engine.stats.counts
+    assert comparable(policy, answers) == comparable(policy, plain)
+    assert counts["accepted_tokens"] > 0
+    assert len(drawn) > 3
 
 
 def test_models_that_cannot_verify_drafts_say_so(checkpoints: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -96,6 +96,15 @@ def test_two_engines_answer_as_one(cluster: Any, prompts: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_engines_with_drafts_answer_as_one_without(cluster: Any, prompts: Path) -> None:
+    stats = prompts.with_name("drafts.json")
+    options = job(prompts, "drafts.jsonl", speculate="ngram", stats=stats)
+    run_job(options, answer=answer_on(on(cluster, num_cpus=0.5), sizes=SMALL))
+    assert rows(prompts, "drafts.jsonl") == rows(prompts, "alone.jsonl")
+    assert json.loads(stats.read_text())["accepted_tokens"] > 0
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", PROMPT_TASKS)
 def test_prompts_of_which_nothing_is_generated(task: str, cluster: Any, tmp_path: Path) -> None:
     path = prompt_rows(tmp_path / "prompts.csv")
