@@ -1,6 +1,6 @@
 """CGOPipe at the roof: whether the link that binds ever waits, on a machine without a GPU, beside orders and peers.
 
-    python benchmarks/pipeline.py [--sections disk ring refill memory overhead long drafts] [--models DIR DIR]
+    python benchmarks/pipeline.py [--sections disk ring refill memory overhead long drafts gains] [--models DIR DIR]
         [--big DIR] [--ring DIR] [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
 
     disk      a model three times the memory it is given: the disk's busy share and rate against plain direct reads;
@@ -12,7 +12,9 @@
     memory    resident models beside all peers at batch 1, 16 and 64 (`e2e.py`)
     overhead  time outside of any task, idle of the lane that binds
     long      resident memory over 2,000 requests through a constrained plan
-    drafts    speculative decoding on and off: work that copies its prompt, and prose; bound by a disk, and resident
+    drafts    speculative decoding on and off: work that copies its prompt, and prose, and their last rows; bound by a
+              disk, and resident
+    gains     what K drafts gain at a set acceptance, measured and predicted
     budget    the peak of resident memory of `moelight generate --host-memory`, beside what it was allowed
 
 Every section measures its roof in the same run. Models that are not given are made in --scratch (2 x 1.8 GB; 6.6 and
@@ -28,7 +30,7 @@ from typing import Any
 
 from e2e import MODELS
 from make_checkpoint import make_shape
-from pipeline_sections import budget, disk, drafts, figure, long, overhead, refill, resident, ring
+from pipeline_sections import budget, disk, draft_gains, drafts, figure, long, overhead, refill, resident, ring
 from pipeline_sections.setting import Setting
 from runner.contestants import add_places, places_of
 from runner.run import add_sections, run, run_sections
@@ -45,6 +47,7 @@ SECTIONS = {
     "long": long.run,
     "budget": budget.run,
     "drafts": drafts.run,
+    "gains": draft_gains.run,
 }
 BIG, RING = "mixtral-6g", "mixtral-6g-9l"
 
@@ -59,7 +62,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         return {"figure": str(args.figure)}
     scratch, sections = args.scratch, args.sections
     small = not set(sections) <= {"disk", "ring"}
-    drafts_from_disk = "drafts" in sections and args.drafts_batches
+    drafts_from_disk = ("drafts" in sections and (args.drafts_batches or args.drafts_tails)) or (
+        "gains" in sections and args.gains_disk
+    )
     setting = Setting(
         models=args.models or ([make_shape(name, scratch) for name in MODELS] if small else []),
         big=args.big or (make_shape(BIG, scratch) if "disk" in sections or drafts_from_disk else Path(BIG)),
@@ -123,6 +128,15 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafts-batches", type=int, nargs="*", default=[16, 64], help="of drafts, bound by a disk")
     parser.add_argument(
         "--drafts-resident-batches", type=int, nargs="+", default=[1, 16, 64], help="of drafts, resident"
+    )
+    parser.add_argument(
+        "--drafts-tails", type=int, nargs="*", default=[20], help="last rows of a job bound by a disk, of all lengths"
+    )
+    parser.add_argument("--gains-batches", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--gains-drafts", type=int, nargs="+", default=[1, 3], help="K of the gains section")
+    parser.add_argument("--gains-acceptances", type=float, nargs="+", default=[0.5, 0.8])
+    parser.add_argument(
+        "--gains-disk", action=argparse.BooleanOptionalAction, default=True, help="the big model, in bf16 and int4"
     )
     parser.add_argument("--drafts-prompt", type=int, default=160, help="tokens in a prompt of the drafts section")
     parser.add_argument("--drafts-new", type=int, default=64, help="new tokens there")

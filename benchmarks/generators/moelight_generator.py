@@ -5,7 +5,7 @@ rounded to int8, as llama.cpp does.
 ``options``: ``host_memory``, ``batch_size``, ``activations`` (what the plan is made for), ``schedule``, ``admission``
 (what is put in its place afterwards), ``watch`` (say what lanes did), ``resident_after`` (say the resident set after so
 many completions, and at the end), ``speculate``, ``answers`` (token ids for each prompt, which are played: tokens are
-chosen, and these take their place).
+chosen, and these take their place), ``drafts`` (`PlantedDrafts` through which generations go).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from common import Facts, Generate, Ids, Task, serve
+from planted_drafts import PlantedDrafts
 from torch import Tensor
 
 from moelight import Engine, SamplingParams, Workload
@@ -44,12 +45,17 @@ def load(task: Task) -> Generate:
         _play(answers)
     engine = _engine(task).__enter__()
     how = [SamplingParams(max_tokens=new, ignore_eos=True) for new in task.new_tokens]
+    planted = None if "drafts" not in task.options else PlantedDrafts(engine, answers or [], task.options["drafts"])
 
     def generate(count: int) -> tuple[Ids, Facts]:
         before, watched, resident = engine.stats, Watched(began=time.perf_counter()), _Resident(task.options)
         tokens = [engine.progress_tokens]
+        if planted is not None:
+            planted.begin()
 
         def on_pass() -> None:
+            if planted is not None:
+                planted.on_pass()
             timeline = engine.timeline
             if task.options.get("watch") and timeline is not None:
                 watched.add(timeline.spans, engine.progress_tokens - tokens[0], time.perf_counter())
@@ -60,6 +66,8 @@ def load(task: Task) -> Generate:
         for completion in engine.run(requests, on_pass=on_pass):
             done.append(completion)
             resident.look(len(done))
+            if planted is not None:
+                planted.on_completion()
         after = engine.stats
         wall_s = after.wall_s - before.wall_s
         facts = {
@@ -68,6 +76,7 @@ def load(task: Task) -> Generate:
             "policy": _policy(engine),
             **_lanes(watched, min(count, engine.policy.batch_size)),
             **resident.facts(),
+            **({} if planted is None else {"planted": planted.facts(count, _middle(task, count))}),
             "drafts": {
                 name: after.counts.get(name, 0) - before.counts.get(name, 0)
                 for name in ("drafted_tokens", "accepted_tokens", "drafted_passes")
@@ -106,8 +115,15 @@ def _engine(task: Task) -> Engine:
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}
     policy = replace(plan.policy, **changes) if changes else plan
-    speculate = options.get("speculate", "off")  # every round has the same prompts
-    return Engine(policy, device="cpu", source=source, prefix_caching=False, speculate=speculate)
+    how: dict[str, Any] = {"speculate": options.get("speculate", "off")}
+    if settings := options.get("drafts"):
+        how["num_speculative_tokens"] = max(count for count, _ in settings)
+    return Engine(policy, device="cpu", source=source, prefix_caching=False, **how)  # rounds have the same prompts
+
+
+def _middle(task: Task, count: int) -> float:
+    """Tokens of a sequence, on average, when half of its answer is there."""
+    return sum(len(ids) + new / 2 for ids, new in zip(task.prompts[:count], task.new_tokens, strict=False)) / count
 
 
 def _play(answers: list[list[int]]) -> None:

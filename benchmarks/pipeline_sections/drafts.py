@@ -4,7 +4,8 @@ Weights are random, so answers are played: every choice is computed, and a token
 (`generators/moelight_generator.py`). The text is that of Python's language reference. Copying: the prompt is a passage,
 the answer the same passage with every tenth word replaced. Prose: the answer is what follows the passage. Bound by a
 disk, every run is a process of its own in a control group of one third of the model's bytes, off and auto in turns.
-Resident, both are loaded together and take turns.
+Resident, both are loaded together and take turns. *Tail*: the last rows of a job, of which one has the full length, and
+the next one a row's part less, down to one part.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from pipeline_sections.setting import Setting, limits_memory, started
 KINDS = ("copying", "prose")
 MODES = ("off", "auto")
 REPLACED = 10  # words of which one is replaced
-LEAST_GAIN, LEAST = 1.8, 0.98  # bars: of copying work bound by a disk, and of all else
+TAIL = " tail"  # behind the kind of work
+LEAST_GAIN, LEAST_OF_TAIL, LEAST = 1.8, 1.3, 0.98  # bars: of copying work bound by a disk, of its tail, and of all else
 
 
 def run(setting: Setting) -> dict[str, Any]:
     """The big model bound by the disk, the others resident."""
     options = setting.options
     rows = [_disk_bound(setting, kind, batch) for kind in KINDS for batch in options["drafts_batches"]]
+    rows += [_disk_bound(setting, kind + TAIL, batch) for kind in KINDS for batch in options["drafts_tails"]]
     batches = options["drafts_resident_batches"]
     rows += [_resident(setting, model, kind, batch) for model in setting.models for kind in KINDS for batch in batches]
     result = {
@@ -82,6 +85,7 @@ def _resident(setting: Setting, model: Path, kind: str, batch: int) -> dict[str,
 
 def played_work(setting: Setting, model: Path, kind: str, batch: int) -> tuple[Work, list[list[int]]]:
     """Prompts, and the answers that are played; the same every time."""
+    kind, _, tail = kind.partition(" ")
     prompt_len, new = setting.options["drafts_prompt"], setting.options["drafts_new"]
     tokenizer, random = Tokenizer.of(model), Random(7)
     texts = [text for name in sorted(topics) if len(text := topics[name]) > 12 * (prompt_len + new)]
@@ -96,7 +100,8 @@ def played_work(setting: Setting, model: Path, kind: str, batch: int) -> tuple[W
             answer = tokenizer.encode("".join(edited), add_special_tokens=False)
         prompts.append(passage[:prompt_len])
         answers.append((answer * new)[:new])
-    work = Work(model=model, prompts=prompts, new_tokens=[new] * batch, batches=[batch], threads=setting.threads)
+    lengths = [max(1, new * (batch - number) // batch) if tail else new for number in range(batch)]
+    work = Work(model=model, prompts=prompts, new_tokens=lengths, batches=[batch], threads=setting.threads)
     return work, answers
 
 
@@ -121,15 +126,14 @@ def _row(
 
 
 def bars(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The least ratios: of copying work bound by a disk, of all else; and whether they are high enough."""
-    ran = [row for row in rows if "absent" not in row]
-    copying = [row["ratio"] for row in ran if row["bound"] == "disk" and row["kind"] == "copying"]
-    others = [row["ratio"] for row in ran if row["bound"] != "disk" or row["kind"] != "copying"]
+    """The least ratios: of copying work bound by a disk, of its tail, of all else; and whether they are high enough."""
+    ran, least = [row for row in rows if "absent" not in row], {"copying": LEAST_GAIN, f"copying{TAIL}": LEAST_OF_TAIL}
     result: dict[str, Any] = {"identical_tokens": all(row["identical_tokens"] for row in ran)}
-    if copying:
-        result |= {"copying from disk": min(copying), "copying gains": min(copying) >= LEAST_GAIN}
-    if others:
-        result |= {"elsewhere": min(others), "elsewhere loses nothing": min(others) >= LEAST}
+    for kind, bar in least.items():
+        if ratios := [row["ratio"] for row in ran if row["bound"] == "disk" and row["kind"] == kind]:
+            result |= {f"{kind} from disk": min(ratios), f"{kind} gains": min(ratios) >= bar}
+    if ratios := [row["ratio"] for row in ran if row["bound"] != "disk" or row["kind"] not in least]:
+        result |= {"elsewhere": min(ratios), "elsewhere loses nothing": min(ratios) >= LEAST}
     return result
 
 

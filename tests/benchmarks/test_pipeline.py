@@ -252,11 +252,13 @@ def test_growth_is_from_the_settled_state_to_the_end(module: Any) -> None:
 
 @pytest.mark.thorough
 def test_a_small_run_end_to_end(tmp_path: Path) -> None:
-    """Without peers: refill, long and drafts on a tiny model; figures are there, and those that must be equal are."""
+    """Without peers: refill, long, drafts and gains on a tiny model; figures are there, and those that must be equal
+    are."""
     model = tmp_path / "model"
     ran("make_checkpoint", model, "--model", "mixtral-8x7b", *SHAPE.split())
-    options = ["--models", model, "--scratch", tmp_path, "--sections", "refill", "long", "drafts", "--rounds", 1]
-    options += ["--drafts-batches", "--drafts-resident-batches", 2, "--drafts-prompt", 12, "--drafts-new", 8]
+    options = ["--models", model, "--scratch", tmp_path, "--sections", "refill", "long", "drafts", "gains"]
+    options += ["--drafts-batches", "--drafts-tails", "--drafts-resident-batches", 2, "--drafts-prompt", 12]
+    options += ["--drafts-new", 12, "--no-gains-disk", "--gains-batches", 2, "--gains-acceptances", 0.99, "--rounds", 1]
     options += ["--refill-requests", 6, "--refill-batch", 3, "--long-requests", 24, "--long-share", 400]
     sizes: dict[str, Any] = {
         "refill.ROOF_GIB": 0.01,
@@ -274,6 +276,9 @@ def test_a_small_run_end_to_end(tmp_path: Path) -> None:
     }
     assert {row["kind"] for row in result["drafts"]["rows"]} == {"copying", "prose"}
     assert result["drafts"]["bars"]["identical_tokens"]
+    assert [row["num_speculative_tokens"] for row in result["gains"]["rows"]] == [1, 3]
+    assert all(row["measured"] > 0 and row["predicted"] > 0 for row in result["gains"]["rows"])
+    assert result["gains"]["rows"][1]["tokens_per_pass"] > 1.5
     completions = [count for count, _ in result["long"]["resident_bytes"]]
     assert completions == [20, -1]
     assert result["long"]["peak_rss_bytes"] >= result["long"]["settled_bytes"] > 0
