@@ -1,5 +1,5 @@
-"""Drafts of a length and an acceptance that a benchmark sets, in place of those that an engine finds: what they gain, and
-what its prices say that they do."""
+"""Drafts of a length and an acceptance that a benchmark sets, in place of those that an engine finds: what they gain,
+and what its prices say that they do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moelight import Engine
+from moelight.core.policy import Policy
 from moelight.engine.batcher import RunningSequence
 from moelight.engine.drafts import NO_DRAFT, Draft, NgramDrafts
 from moelight.engine.speculation import DraftPrices, Speculation
@@ -19,15 +20,15 @@ NEVER = 1 << 30  # passes until drafts are tried
 
 
 class PlantedDrafts:
-    """The drafts of an engine with ``speculate`` auto, whose ``answers`` are played: every sequence brings K tokens of its
-    answer, each of them right with probability ``acceptance``. Generations go through ``settings``, pairs of K and
+    """The drafts of an engine with ``speculate`` auto, whose ``answers`` are played: every sequence brings K tokens of
+    its answer, each of them right with probability ``acceptance``. Generations go through ``settings``, pairs of K and
     acceptance, of which the first has K = 0: from its passes the engine learns what it predicts of the others."""
 
     def __init__(self, engine: Engine, answers: Sequence[Sequence[int]], settings: Sequence[tuple[int, float]]) -> None:
         self._engine, self._answers, self._settings, self._at = engine, answers, list(settings), -1
         self._predictions: list[dict[str, float]] = []
         NgramDrafts.draft = self._draft  # type: ignore[assignment, method-assign]
-        Speculation._most_worth = lambda _, policy, gains, *rest: len(gains)  # type: ignore[method-assign]
+        Speculation._most_worth = _all_of_them  # type: ignore[assignment, method-assign]
         DraftPrices.affordable = True  # type: ignore[assignment, method-assign]
 
     def begin(self) -> None:
@@ -85,3 +86,8 @@ class PlantedDrafts:
             if random.random() >= acceptance:
                 token_ids[at] = token + 1 if token else 2
         return Draft(tuple(token_ids), 4) if token_ids else NO_DRAFT
+
+
+def _all_of_them(_: Speculation, policy: Policy, gains: np.ndarray, *rest: object) -> int:  # noqa: ARG001
+    """The number of drafts to verify, whatever they are worth."""
+    return len(gains)

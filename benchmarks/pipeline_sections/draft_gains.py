@@ -3,8 +3,8 @@ prices by which ``--speculate auto`` and ``optimize --acceptance`` decide.
 
 Answers are played (`drafts.played_work`), and so are drafts (`generators/planted_drafts.py`). One process goes through
 no drafts and all settings in turns. ``predicted`` comes from prices corrected by its first passes without drafts,
-``ledger`` from those of the measured machine alone. Rates are of passes in which all sequences decode. The big model runs
-bound by a disk in a control group of one third of its bytes, as it is and with experts of four bits.
+``ledger`` from those of the measured machine alone. Rates are of passes in which all sequences decode. The big model
+runs bound by a disk in a control group of one third of its bytes, as it is and with experts of four bits.
 """
 
 from __future__ import annotations

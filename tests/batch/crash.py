@@ -3,8 +3,8 @@
     python -m tests.batch.crash [--kills 60] [--seed 1] [--scratch DIR]
 
 Each job (rows in order, in completion order with an error file, atomic, gzipped, with drafts, of rows that reason, call
-tools and are generated again) is ended at random moments, started again with the same command, and compared when it is done. How
-it is ended:
+tools and are generated again) is ended at random moments, started again with the same command, and compared when it is
+done. How it is ended:
 
     time     SIGKILL at any moment, loading and finishing included
     fault    SIGKILL at a point of the journal's or the outputs' writing, between write and fsync too

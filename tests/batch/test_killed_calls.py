@@ -1,5 +1,5 @@
-"""A job whose rows reason, call tools and are generated again is killed and goes on, with drafts and without: its output
-is that of a run that nobody disturbed."""
+"""A job whose rows reason, call tools and are generated again is killed and goes on, with drafts and without: its
+output is that of a run that nobody disturbed."""
 
 from __future__ import annotations
 

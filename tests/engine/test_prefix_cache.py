@@ -178,16 +178,15 @@ def test_rows_with_one_system_prompt_wait_until_the_first_has_computed_it() -> N
     assert run.pool.free == run.pool.blocks
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_eight_samples_hold_the_full_blocks_of_a_prompt_once(late: bool) -> None:
+def test_eight_samples_hold_the_full_blocks_of_a_prompt_once() -> None:
     """All samples of 64 prompts run at the same time, in as many blocks as that takes."""
     random = Random(5)
     prompts = [tuple(random.randrange(256) for _ in range(random.randint(17, 120))) for _ in range(64)]
     samples = [generation(n, prompt, 20) for n, prompt in enumerate(prompts) for _ in range(8)]
     full = [(len(prompt) - 1) // BLOCK for prompt in prompts]
     rest = [-(-(len(prompt) + 20) // BLOCK) - blocks for prompt, blocks in zip(prompts, full, strict=True)]
-    run = small(512, blocks=sum(full) + 8 * sum(rest))
-    run.late = late
+    policy = Policy(model="m", batch_size=512, micro_batch_size=64, micro_batch_tokens=256, kv_block_size=BLOCK)
+    run = played(policy, blocks=sum(full) + 8 * sum(rest), random=random)
     run.batcher.add(samples)
     while run.batcher.waiting:
         loads = run.batcher.next_pass()

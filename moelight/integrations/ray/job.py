@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -546,8 +547,9 @@ class ClusterJob:
         of an engine that is over, those of rows that it had not finished do not count."""
         figures = [state.figures for state in self._engines.values()] + self._past
         all_stats = [figure.stats for figure in figures if figure.stats is not None]
-        lanes: dict[Lane, LaneStats] = {}
+        lanes, counts = dict[Lane, LaneStats](), Counter[str]()
         for stats in all_stats:
+            counts.update(stats.counts)
             for lane, lane_stats in stats.lanes.items():
                 so_far = lanes.get(lane, LaneStats())
                 lanes[lane] = LaneStats(
@@ -564,6 +566,7 @@ class ClusterJob:
             passes=sum(stat.passes for stat in all_stats),
             peak_rss_bytes=max([peak_rss_bytes(), *(stat.peak_rss_bytes for stat in all_stats)]),
             lanes=lanes,
+            counts=dict(counts),
         )
 
     def _write_traces(self) -> None:
