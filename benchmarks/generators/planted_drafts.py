@@ -79,8 +79,8 @@ class PlantedDrafts:
         return self._engine._speculation
 
     def _draft(self, sequence: RunningSequence, count: int) -> Draft:
-        (most, acceptance), begin = self._settings[self._at], len(sequence.generated)
-        token_ids = list(self._answers[sequence.request.index][begin : begin + min(count, most)])
+        (limit, acceptance), begin = self._settings[self._at], len(sequence.generated)
+        token_ids = list(self._answers[sequence.request.index][begin : begin + min(count, limit)])
         random = Random(1000 * sequence.request.index + begin)
         for at, token in enumerate(token_ids):
             if random.random() >= acceptance:
