@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt csrc/native.cmake c
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm images bench-kernels gpu gpu-wheels wheels shown notebooks docs site check format size clean
+.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm images transcript bench-kernels soak gpu gpu-wheels wheels shown notebooks docs site check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -171,8 +171,15 @@ arm: $(STAMP)  ## cross-compile for 64-bit Arm, and run the kernels' tests under
 images: $(STAMP)  ## take the steps of docker/Dockerfile in a root of Debian's packages; needs to be root, and debootstrap; no part of CI
 	$(BIN)/python -m tests.images $(ARGS)
 
+transcript: $(STAMP)  ## do in such a root, as a new user and with a wheel of make wheels, what people do first; ARGS; no part of CI
+	$(BIN)/python -m tests.first_use $(ARGS)
+
 bench-kernels: $(STAMP)  ## measure every kernel of the CPU, and write benchmarks/results/kernels_MACHINE_DATE; ARGS
 	$(BIN)/python benchmarks/kernels.py --rounds 5 --out benchmarks/results $(ARGS)
+
+HOURS ?= 1
+soak: $(STAMP)  ## hours of jobs, kills, full disks and a second tenant: memory stays flat, no row is lost; HOURS=0.05; no part of CI
+	$(BIN)/python benchmarks/jobs.py --sections soak --hours $(HOURS) $(ARGS)
 
 # On a card: everything that only a device shows, most telling first; README.md of benchmarks says what. On a machine
 # without a network .wheels (or WHEELS) is a folder of wheels: then PYTHON's own packages, its torch and Triton among

@@ -1,7 +1,7 @@
 """Jobs: long ones on one machine, on a Ray cluster in this machine, and on simulated clusters.
 
-    python benchmarks/jobs.py [--sections long cluster scale scoring embedding] [--rows 100000] [--model demo]
-        [--scratch DIR]
+    python benchmarks/jobs.py [--sections long cluster scale scoring embedding soak] [--rows 100000] [--model demo]
+        [--hours 1] [--scratch DIR]
 
     long      a job of many short prompts: memory, the journal's share, the engine alone, how soon a killed one goes on
     cluster   Ray in this machine: what the driver bears (--driver-rows 1000000), two and three engines beside one, and
@@ -9,6 +9,7 @@
     scale     clusters of 1 to 4,096 nodes on the virtual clock (--quick: to 64; --plot docs/guides/ray.png)
     scoring   choices scored after prompts (--model DIR), beside lm-evaluation-harness's class for transformers
     embedding texts embedded (--model DIR), beside sentence-transformers' way with transformers' AutoModel
+    soak      --hours of jobs, kills, full disks and a second tenant: memory stays flat, and rows complete (make soak)
 
 The last line is JSON.
 """
@@ -17,12 +18,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
 
-from jobs_sections import cluster, embedding, long, scale, scoring
+from jobs_sections import cluster, embedding, long, scale, scoring, soak
 from runner.run import add_sections, run, run_sections
 
 SECTIONS = {
@@ -31,11 +33,14 @@ SECTIONS = {
     "scale": scale.run,
     "scoring": scoring.run,
     "embedding": embedding.run,
+    "soak": soak.run,
 }
 
 
 def main() -> None:
-    run("jobs", __doc__, _options, _measure, rounds=3)
+    result = run("jobs", __doc__, _options, _measure, rounds=3)
+    if result.get("soak", {}).get("failures"):
+        sys.exit(1)
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -59,6 +64,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embedded-words", type=int, default=64, help="in each of its texts, on average")
     parser.add_argument("--embedded-batch", type=int, default=32, help="texts in a batch of transformers")
     parser.add_argument("--embedded-pooling", choices=("mean", "last"), default="mean")
+    parser.add_argument("--hours", type=float, default=1.0, help="of the soak section")
     parser.add_argument("--quick", action="store_true", help="simulate at most 64 nodes")
     parser.add_argument("--plot", type=Path, help="draw the simulated clusters to this file")
 

@@ -88,7 +88,7 @@ class Builder:
         if name in self._built:
             return self._built[name]
         if (debian := DEBIAN.fullmatch(name)) is not None:
-            return Setting(root=_debian(debian[1]))
+            return Setting(root=debian_root(debian[1]))
         stage = self._stages[name]
         parent = self.build(stage.parent)
         for source in _sources(stage):
@@ -164,7 +164,8 @@ class Builder:
         return done.stdout
 
 
-def _debian(suite: str) -> Path:
+def debian_root(suite: str) -> Path:
+    """A root of ``suite`` with its least packages, made once."""
     root = BUILD / f"debian-{suite}"
     if not (root / ".complete").exists():
         shutil.rmtree(root, ignore_errors=True)

@@ -29,10 +29,10 @@ def run(
     *,
     rounds: int | None = None,
     threads: bool = True,
-) -> None:
-    """Parse the command line, call ``measure``, write its tables and its result to ``--out``, and print the result as
-    the last line. ``measure`` gets ``scratch`` (where what was made stays for another time, if it was named) and
-    ``temporary``; ``rounds`` is the default of ``--rounds``, for benchmarks whose contestants take turns."""
+) -> Result:
+    """Parse the command line, call ``measure``, write its tables and its result to ``--out``, print the result as the
+    last line, and return it. ``measure`` gets ``scratch`` (where what was made stays for another time, if it was named)
+    and ``temporary``; ``rounds`` is the default of ``--rounds``, for benchmarks whose contestants take turns."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     options(parser)
     if rounds is not None:
@@ -60,6 +60,7 @@ def run(
         command = shlex.join([f"benchmarks/{name}.py", *sys.argv[1:]])
         report.write(args.out, name, command, printed.getvalue(), result)
     print(json.dumps(result))
+    return result
 
 
 def in_rounds(contestants: Iterable[T], rounds: int) -> Iterator[tuple[int, list[T]]]:
