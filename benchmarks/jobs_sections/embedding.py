@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from runner.roofs import Roofs
 from runner.run import in_rounds
+from runner.threads import spreading
 
 from jobs_sections.scoring import WORDS
 from moelight.batch.job import run_job
@@ -133,10 +134,11 @@ class Theirs:
         self._model = models[self.dtype]
 
     def seconds(self) -> float:
-        began = time.perf_counter()
-        for batch in self._batches:
-            self._embed(self._model, batch)
-        return time.perf_counter() - began
+        with spreading():
+            began = time.perf_counter()
+            for batch in self._batches:
+                self._embed(self._model, batch)
+            return time.perf_counter() - began
 
     def _tried(self, model: torch.nn.Module) -> float:
         """Seconds of the second of two runs over a few texts: torch may have no products of bfloat16."""

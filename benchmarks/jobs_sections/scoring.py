@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from runner.roofs import Roofs
 from runner.run import in_rounds
+from runner.threads import spreading
 
 from moelight.batch.fields import RowContext, SamplingCache
 from moelight.batch.job import run_job
@@ -153,8 +154,9 @@ class Harness:
         self.scores: list[float] = []
 
     def seconds(self) -> float:
-        began = time.perf_counter()
-        scored = self._model.loglikelihood(self._requests, disable_tqdm=True)
-        taken = time.perf_counter() - began
+        with spreading():
+            began = time.perf_counter()
+            scored = self._model.loglikelihood(self._requests, disable_tqdm=True)
+            taken = time.perf_counter() - began
         self.scores = [score for score, _ in scored]
         return taken

@@ -15,7 +15,7 @@ from peers.common import huge
 
 from moelight.kernels import native
 from moelight.kernels.arguments import as_dlpack
-from runner.threads import PAUSE_S, spread
+from runner.threads import PAUSE_S, spreading
 
 PRODUCT_S = 0.02
 _TRIAL_ROUNDS = 1600
@@ -35,14 +35,14 @@ class Roofs:
         for _ in range(2):
             self.read_seconds_per_byte()
             self._rounds = max(1, round(self._rounds * PRODUCT_S / self._product_seconds("bfloat16")[0]))
-        spread()
         self.reads.clear()
         self.products.clear()
 
     def measure(self) -> None:
         """Both once; to be called before and after what runs under them."""
-        self.read_seconds_per_byte()
-        self.seconds_per_flop()
+        with spreading():
+            self.read_seconds_per_byte()
+            self.seconds_per_flop()
 
     def figures(self) -> dict[str, float]:
         """Medians so far."""

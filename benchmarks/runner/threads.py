@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PAUSE_S = 0.005  # after a turn, until threads have stopped spinning
@@ -41,13 +43,24 @@ def spread() -> None:
             continue
 
 
+@contextmanager
+def spreading() -> Iterator[None]:
+    """`spread` within the context; afterwards the main thread may use every core, as an engine that it opens counts
+    the cores that it may use."""
+    spread()
+    try:
+        yield
+    finally:
+        unbind()
+
+
 def bound() -> dict[str, str]:
     """The same for a child, in OpenMP's words."""
     return {"OMP_PROC_BIND": "true", "OMP_PLACES": ",".join(f"{{{core}}}" for core in _cores())} if ALL else {}
 
 
 def unbind() -> None:
-    """Every core again: to be called in a child before it becomes another program."""
+    """Every core again for the main thread, as in a child before it becomes another program."""
     if ALL:
         os.sched_setaffinity(0, ALL)
 

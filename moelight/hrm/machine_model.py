@@ -150,7 +150,8 @@ def at_best(speeds: Speeds) -> Speeds:
     return replace(speeds, cpu=best(speeds.cpu), gpu=None if speeds.gpu is None else best(speeds.gpu))
 
 
-_OF_ROWS = ("linear", "experts", "touching")
+_PRODUCTS = ("linear", "experts")
+_OF_ROWS = (*_PRODUCTS, "touching")
 _MEASURED = (*_OF_ROWS, "attention", "prefill")
 
 
@@ -161,10 +162,15 @@ def _surfaces(unit: Unit, *names: str) -> Iterator[tuple[str, Surface]]:
 
 def _at_best(surface: Surface) -> Surface:
     curves = []
-    for curve in surface.curves:
-        rising = np.maximum.accumulate(curve.y)
-        least_s = np.minimum.accumulate((np.array(curve.x) / rising)[::-1])[::-1]
+    for curve in _rising(surface).curves:
+        least_s = np.minimum.accumulate((np.array(curve.x) / curve.y)[::-1])[::-1]
         curves.append(replace(curve, y=tuple(float(y) for y in np.array(curve.x) / least_s)))
+    return replace(surface, curves=tuple(curves))
+
+
+def _rising(surface: Surface) -> Surface:
+    """``surface`` without falls."""
+    curves = (replace(curve, y=tuple(np.maximum.accumulate(curve.y).tolist())) for curve in surface.curves)
     return replace(surface, curves=tuple(curves))
 
 
@@ -186,6 +192,9 @@ def _unit(
     """All ``unit.count`` processors together; every matrix is divided among them in equal parts."""
     name, count = unit.name, unit.count
     surfaces = {work: hardware.surface(f"{name}_{work}") for work in WORK}
+    if name == "cpu":  # whose kernels take many rows in parts: a lower speed at more rows is what others took meanwhile
+        products = {work: surface for work in _PRODUCTS if (surface := surfaces[work]) is not None}
+        surfaces |= {work: _rising(surface) for work, surface in products.items()}
     fields = {"touching" if work == "elementwise" else work: surface for work, surface in surfaces.items()}
     return Unit(
         flops=unit.peak_flops * count * (1.0 if surfaces["linear"] else SUSTAINED["products"]),
