@@ -19,6 +19,7 @@ from moelight.engine.batcher import Batcher, RunningSequence, SampledRow
 from moelight.engine.options import EngineOptions
 from moelight.engine.pass_runner import PassRunner
 from moelight.engine.planning import plan_for, resolve
+from moelight.engine.window_blocks import blocks_of_windows
 from moelight.models.checkpoints import open_model
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import find_machine
@@ -79,7 +80,8 @@ class Forced:
 
         The first ``prompt_len`` tokens arrive as a prompt, the others one by one.
         """
-        batcher = Batcher(self._policy, self._passes.pool, discrete=self._discrete)
+        windows = blocks_of_windows(self._passes.model.profile, self._policy, self._passes.window_pool)
+        batcher = Batcher(self._policy, self._passes.pool, discrete=self._discrete, windows=windows)
         retained: list[list[Tensor]] = [[] for _ in sequences]
         batcher.add(
             RunningSequence(

@@ -67,6 +67,8 @@ class PassAdaptation:
         pool, running = self._passes.pool, len(self._batcher.running)
         if running and pool.blocks > pool.free:  # nothing runs if a whole batch finishes at once
             self._most_running = int(pool.blocks / ((pool.blocks - pool.free) / running))
+            if (windows := self._batcher.windows) is not None:
+                self._most_running = min(self._most_running, windows.most_running(running))
         watched_s = time.perf_counter()
         self._spent_s += watched_s - began_s
         enough = self._adapter.watched >= LEAST_PASSES and self._since_look_s >= LEAST_S

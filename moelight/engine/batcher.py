@@ -17,6 +17,7 @@ from typing import NamedTuple
 from moelight.core.errors import InputError
 from moelight.core.policy import Policy
 from moelight.core.request import Request
+from moelight.engine.window_blocks import WindowBlocks, WindowTable
 from moelight.hrm.footprint import kv_buffer_tokens, pass_tokens
 from moelight.paging.kv import BlockPool
 from moelight.profiles.rope import ByLength
@@ -38,10 +39,18 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, *, enabled: bool, least_share: float, by_length: ByLength | None = None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        enabled: bool,
+        least_share: float,
+        by_length: ByLength | None = None,
+        windows: WindowBlocks | None = None,
     ) -> None:
-        """``least_share``: shorter prefixes, as a share of the prompt, are not reused."""
-        self._pool, self._size, self._by_length = pool, block_size, by_length
+        """``least_share``: shorter prefixes, as a share of the prompt, are not reused. ``windows``: blocks of layers
+        that attend to the last positions only; None without such layers."""
+        self._pool, self._size, self._by_length, self._windows = pool, block_size, by_length, windows
         self._enabled, self._least_share = enabled, least_share
         self._promised: dict[int, RunningSequence] = {}
 
@@ -81,11 +90,21 @@ class PrefixCache:
             cached += not waits
         if (len(blocks) - cached) * self._size < WAIT_SHARE * len(request.token_ids):
             del blocks[cached:]
+        del blocks[len(self.find_window(sequence, blocks)) :]
         return blocks if len(blocks) * self._size >= self._least_share * len(request.token_ids) else []
 
     def find_computed(self, sequence: RunningSequence) -> list[int]:
         """As `find`, for a sequence that is computed again: blocks that no launched pass computes yet are left out."""
-        return list(takewhile(lambda block: block not in self._promised, self.find(sequence)))
+        blocks = list(takewhile(lambda block: block not in self._promised, self.find(sequence)))
+        return blocks[: len(self.find_window(sequence, blocks))]
+
+    def find_window(self, sequence: RunningSequence, shared: Sequence[int]) -> Sequence[int]:
+        """The blocks of windows behind the longest part of the prefix ``shared`` for which they are all found, as
+        `WindowBlocks.open` takes them: as many as blocks of that part."""
+        if self._windows is None:
+            return shared
+        owners = [self._promised.get(block) for block in shared]
+        return self._windows.find(sequence.keys, [None if owner is None else owner.window for owner in owners])
 
     def admit(self, sequence: RunningSequence, shared: Sequence[int], new_blocks: Sequence[int]) -> None:
         """Assign ``shared``, the blocks returned by `find`, and the new blocks ``new_blocks``, which ``sequence``
@@ -104,12 +123,18 @@ class PrefixCache:
         """Record that a launched pass raises the cached tokens from ``before`` to ``sequence.computed``."""
         for block in sequence.blocks[before // self._size : sequence.computed // self._size]:
             self._promised.pop(block, None)
+        if self._windows is not None and sequence.window is not None:
+            self._windows.computed(sequence.window, before, sequence.computed)
 
-    def clear(self) -> None:
-        """Drop all promised blocks; they will not be computed."""
+    def clear(self, *, failed: bool = False) -> None:
+        """Drop all promised blocks; they will not be computed. ``failed``: all blocks."""
         for block in self._promised:
             self._pool.forget(block)
         self._promised.clear()
+        if failed:
+            self._pool.forget_all()
+        if self._windows is not None:
+            self._windows.clear(failed=failed)
 
     def _awaited(self, sequence: RunningSequence) -> set[RunningSequence]:
         if sequence.computed != sequence.cached:  # the sequence has begun
@@ -148,6 +173,8 @@ class RunningSequence:
             sequence was suspended).
         grows: blocks are reserved for the expected length of the answer, and added one by one beyond it; else for
             ``max_tokens``.
+        window: its blocks in layers that attend to the last positions only; None without such layers, or while it is
+            not running.
         number: place in the order of first admission; `NOT_ADMITTED` before it.
         reserved: generated tokens for which blocks were reserved at the first admission.
         arrival_s: when the request was taken, on the clock of `time.perf_counter`; ``scheduled_s``: when it was first
@@ -170,6 +197,7 @@ class RunningSequence:
     discarded: int = 0
     anew: int = 0
     grows: bool = False
+    window: WindowTable | None = None
     number: int = NOT_ADMITTED
     reserved: int = 0
     arrival_s: float = field(default_factory=time.perf_counter)
@@ -353,10 +381,13 @@ class Batcher:
         prefix_caching: bool = False,
         by_length: ByLength | None = None,
         expected_len: int = EXPECTED_GEN_LEN,
+        windows: WindowBlocks | None = None,
     ) -> None:
-        """``expected_len``: the expected length of answers without ``max_tokens``, before any is finished."""
+        """``expected_len``: the expected length of answers without ``max_tokens``, before any is finished; ``windows``:
+        blocks of layers that attend to the last positions only, if there are such layers."""
         self.policy = self._allotted = policy
         self._pool, self._discrete, self._window, self._by_length = pool, discrete, window, by_length
+        self._windows = windows
         self._buffer_tokens = int(kv_buffer_tokens(policy)) if policy.attention_device == "gpu" else None
         self._source: Iterator[RunningSequence | None] = iter(())
         self._requeued: list[RunningSequence] = []  # by number
@@ -368,7 +399,12 @@ class Batcher:
         # With attention on the CPU beside a GPU, a prompt's first chunk attends on the GPU, later ones on the CPU.
         least = MIN_PREFIX_SHARE if discrete and policy.attention_device == "cpu" else 0.0
         self._prefix_cache = PrefixCache(
-            pool, policy.kv_block_size, enabled=prefix_caching, least_share=least, by_length=by_length
+            pool,
+            policy.kv_block_size,
+            enabled=prefix_caching,
+            least_share=least,
+            by_length=by_length,
+            windows=windows,
         )
         self._places = list(range(places(policy, pool.blocks) - 1, -1, -1))
 
@@ -380,6 +416,11 @@ class Batcher:
     def requeue(self, sequence: RunningSequence) -> None:
         """Put ``sequence`` before all that are younger and not running."""
         bisect.insort(self._requeued, sequence, key=attrgetter("number"))
+
+    @property
+    def windows(self) -> WindowBlocks | None:
+        """Blocks of layers that attend to the last positions only; None without such layers."""
+        return self._windows
 
     @property
     def requeued(self) -> bool:
@@ -428,6 +469,7 @@ class Batcher:
         """
         static = self.policy.admission == "static"
         self._grow()
+        self._free_behind_windows()
         if static and not self._running:  # the next N sequences, or as many as the cache holds
             while self._admit() is not None:
                 pass
@@ -449,6 +491,7 @@ class Batcher:
                 continue
             count, limit = min(sequence.waiting_tokens, room), self.policy.micro_batch_tokens
             room -= count
+            self._extend_window(sequence, count)
             for begin in range(0, count, limit):
                 size = min(limit, count - begin)
                 chunk = SequenceChunk(
@@ -470,18 +513,25 @@ class Batcher:
         """One row of every sequence of ``decoding``, and its drafts: in all at most ``room``, and of no sequence more
         than it may generate, its blocks hold and a micro-batch takes."""
         if propose is None:
+            if self._windows is not None:
+                for running in decoding:
+                    self._extend_window(running, 1)
             return [SequenceChunk(sequence=running, start=running.computed, count=1) for running in decoding]
+        size = self.policy.kv_block_size
         limits = [
             min(
                 running.max_tokens - running.chosen,
-                len(running.blocks) * self.policy.kv_block_size - running.computed,
+                len(running.blocks) * size - running.computed,
                 self.policy.micro_batch_tokens,
+                *(() if self._windows is None else (size,)),
             )
             - 1
             for running in decoding
         ]
         assert all(len(running.generated) == running.chosen for running in decoding), "drafts follow collected tokens"
         drafts = propose(list(zip(decoding, limits, strict=True)), room, prompt_tokens)
+        for running in decoding if self._windows is not None else ():
+            self._extend_window(running, 1 + len(drafts.get(running, ())))
         return [
             SequenceChunk(
                 sequence=running,
@@ -491,6 +541,19 @@ class Batcher:
             )
             for running in decoding
         ]
+
+    def _free_behind_windows(self) -> None:
+        """Free the blocks that no token of a running sequence sees any more, in layers with a window. The next pass may
+        write them, since lanes run in order."""
+        for running in self._running if self._windows is not None else ():
+            if self._windows is not None and running.window is not None:
+                self._windows.advance(running.window, running.computed, decodes=not running.fills)
+
+    def _extend_window(self, sequence: RunningSequence, count: int) -> None:
+        """Add the blocks for the next ``count`` tokens of ``sequence`` in layers with a window."""
+        if self._windows is not None and sequence.window is not None:
+            keys = () if sequence.anew or not sequence.fills else sequence.keys
+            self._windows.extend(sequence.window, sequence.computed + count, keys)
 
     def launched(self, plans: Sequence[MicroBatchPlan]) -> None:
         """Record that ``plans`` were launched. Blocks and token slots of sequences that finish are free for the next
@@ -540,6 +603,9 @@ class Batcher:
         del self._running[sequence]
         self._growing.pop(sequence, None)
         self._pool.release(sequence.blocks)
+        if self._windows is not None and sequence.window is not None:
+            self._windows.close(sequence.window)
+            sequence.window = None
         self._places.append(sequence.slot)
 
     def _grow(self) -> None:
@@ -568,9 +634,7 @@ class Batcher:
         """Drop all unfinished sequences and the source. ``failed``: the contents of the cache are invalid too."""
         self._source, self._first = iter(()), None
         self._requeued.clear()
-        self._prefix_cache.clear()
-        if failed:
-            self._pool.forget_all()
+        self._prefix_cache.clear(failed=failed)
         for sequence in list(self._running):
             self._release(sequence)
 
@@ -587,6 +651,12 @@ class Batcher:
         need = self.blocks_for(len(first.request.token_ids) + reserved) - len(shared)
         if need > self._pool.free_beside(shared):
             return None
+        if self._windows is not None:
+            prompt, cached = len(first.request.token_ids), len(shared) * self.policy.kv_block_size
+            held = self._windows.need(prompt + first.max_tokens, prompt + first.chosen - cached)
+            if not self._windows.fits(held):
+                return None
+            first.window = self._windows.open(held, self._prefix_cache.find_window(first, shared))
         if self._requeued:
             del self._requeued[0]
         else:
@@ -605,6 +675,7 @@ class Batcher:
         else:
             self._prefix_cache.admit(first, shared, new_blocks)
             self._count(first, reserved)
+        self._extend_window(first, min(first.waiting_tokens, int(pass_tokens(self._allotted))))
         return first
 
     def _repeatable(self, sequence: RunningSequence) -> bool:

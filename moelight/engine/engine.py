@@ -45,6 +45,7 @@ from moelight.engine.reasoning import OFF, check_mode, reasoning_start
 from moelight.engine.routing import check_routing
 from moelight.engine.speculation import DraftPrices, Speculation, drafts_refusal
 from moelight.engine.tokenizer import Tokenizer
+from moelight.engine.window_blocks import blocks_of_windows
 from moelight.experts.profile import save_profile
 from moelight.hrm.footprint import kv_block_bytes
 from moelight.hrm.machine_model import Speeds
@@ -54,7 +55,6 @@ from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.pass_prices import PassPrices
 from moelight.optimizer.plan import Plan
 from moelight.paging.arena import PinningError
-from moelight.paging.kv import BlockPool
 from moelight.profiles.gguf_choice import unread_encoder
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.pooling import check_dimensions, resolve_pooling
@@ -193,8 +193,8 @@ class Engine:
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, options, dtype)
-        pool, share = self._passes.pool, options.prefix_caching and not self.profile.stateful
-        self._batcher = _batcher(self.policy, self.plan, self.profile, pool, machine.discrete, share)
+        share = options.prefix_caching and not self.profile.stateful
+        self._batcher = _batcher(self.policy, self.plan, self.profile, self._passes, machine.discrete, share)
         self._adapting = self._adaptation(options.adapt, speeds, self._passes)
         prices = PassPrices(self.profile, self.policy, speeds, dtype) if options.speculate == AUTO else None
         self._speculation = _speculation(draft_tokens, self.profile, prices)
@@ -612,11 +612,12 @@ class Engine:
 
 
 def _batcher(
-    policy: Policy, plan: Plan | None, profile: ModelProfile, pool: BlockPool, discrete: bool, prefix_caching: bool
+    policy: Policy, plan: Plan | None, profile: ModelProfile, passes: PassRunner, discrete: bool, prefix_caching: bool
 ) -> Batcher:
     return Batcher(
         policy,
-        pool,
+        passes.pool,
+        windows=blocks_of_windows(profile, policy, passes.window_pool),
         discrete=discrete,
         window=profile.window,
         prefix_caching=prefix_caching,

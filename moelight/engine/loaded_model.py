@@ -24,6 +24,7 @@ from moelight.hrm.footprint import (
     kv_device_blocks,
     offloaded_pages,
     pass_tokens,
+    window_blocks,
 )
 from moelight.hrm.placement import place_pages, slot_table
 from moelight.kernels import native
@@ -83,6 +84,7 @@ class LoadedModel:
         self.placement = place_pages(self.profile, policy)
         self.layout = layout_of(self.profile, policy, self.dtype, placement=self.placement)
         self.pool = BlockPool(kv_blocks(policy), kv_device_blocks(policy))
+        self.window_pool = BlockPool(int(window_blocks(self.profile, policy)))
         dtype = to_torch(self.dtype)
         source = _repacked(source, policy, self.layout)
         self._experts = source.weight_map.experts.read_as(self.dtype.page_dtype.safetensors)
@@ -222,6 +224,7 @@ class LoadedModel:
             self.pages,
             attention=attention.table,
             caches=attention.bound() if in_place and isinstance(attention, HostAttention) else (),
+            windowed=attention.windowed if isinstance(attention, HostAttention) else (),
             moe_ops=moe_ops,
             start_page=self._reader.start,
             pool=torch.zeros(places(policy, self.pool.blocks), dtype=torch.int64, device=machine.device),
@@ -236,8 +239,19 @@ class LoadedModel:
         specs = [self.profile.attention_of(layer) for layer in range(self.profile.num_layers)]
         blocks, size = self.pool.blocks, policy.kv_block_size
         if policy.attention_device == "cpu":
-            paged = paged_cache(arenas["kv"], specs, blocks=blocks, block_size=size, dtype=kv_dtype)
-            return HostAttention(specs, paged, form=self.prompt_form, sinks=sinks)
+            kinds = costs.layer_attention(self.profile) if self.window_pool.blocks else ()
+            windowed = [layer for layer, kind in enumerate(kinds) if kind is not None and kind.windowed]
+            others = [layer for layer in range(len(specs)) if layer not in windowed]
+            paged: list[tuple[Tensor, ...]] = [()] * len(specs)
+            for name, layers, count in (("kv", others, blocks), ("window_kv", windowed, self.window_pool.blocks)):
+                some = [specs[layer] for layer in layers]
+                for layer, cache_of_layer in zip(
+                    layers,
+                    paged_cache(arenas[name], some, blocks=count, block_size=size, dtype=kv_dtype) if some else (),
+                    strict=True,
+                ):
+                    paged[layer] = cache_of_layer
+            return HostAttention(specs, paged, form=self.prompt_form, sinks=sinks, windowed=windowed)
 
         def cache(name: str, blocks: int) -> list[CachedRows]:
             return token_cache(arenas[name], specs, slots=blocks * size, dtype=kv_dtype)

@@ -84,7 +84,8 @@ class PassRunner:
     ) -> None:
         refuse_prediction(source, experts)
         self.model = model = LoadedModel(source, policy, machine, lanes, experts, cuda_graphs=cuda_graphs)
-        self.pool, self.dtype, self.close = model.pool, model.dtype, model.close
+        self.pool, self.window_pool = model.pool, model.window_pool
+        self.dtype, self.close = model.dtype, model.close
         self._policy, self._allocation = policy, Allocation(source.profile, policy, model.dtype)
         self._schedules = ScheduleCache(policy.schedule, model.layout)
         self._experts, self._discrete = experts, machine.discrete
@@ -327,4 +328,6 @@ def _chunk(chunk: SequenceChunk) -> Chunk:
         first_scored=scored.start - 1 - chunk.start if scored else 0,
         reaches=chunk.reaches,
         pooled=range(pooled.start - chunk.start, pooled.stop - chunk.start) if pooled else range(0),
+        window_blocks=() if sequence.window is None else sequence.window.blocks,
+        window_first=0 if sequence.window is None else sequence.window.first,
     )

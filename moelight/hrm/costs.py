@@ -244,14 +244,23 @@ class AttentionKind:
     spec: AttentionSpec
     layers: int
 
+    @property
+    def limit(self) -> int | None:
+        """The most positions that a token attends to in the layers that have a window or a chunk; None: all."""
+        return self.spec.chunk if self.spec.window is None else self.spec.window
+
+    @property
+    def windowed(self) -> int:
+        """The number of layers with a window or a chunk, which latent attention does not have."""
+        if self.limit is None or self.spec.latent is not None:
+            return 0
+        return sum(self.spec.window_layers) if self.spec.window_layers else self.layers
+
     def seen(self, context: Any) -> Any:
         """Positions that a token after ``context`` tokens attends to, summed over the layers: all, a window, or at
         most a chunk."""
-        spec = self.spec
-        limit = spec.chunk if spec.window is None else spec.window
-        windowed = 0 if limit is None else sum(spec.window_layers) if spec.window_layers else self.layers
-        window = context if limit is None else np.minimum(context, limit)
-        return (self.layers - windowed) * context + windowed * window
+        window = context if self.limit is None else np.minimum(context, self.limit)
+        return (self.layers - self.windowed) * context + self.windowed * window
 
     def seen_on_average(self, context: Any) -> Any:
         """Return the tokens seen in an average layer."""
@@ -348,6 +357,21 @@ def kv_layer_bytes(model: ModelProfile, dtype: DType, layer: int | None = None) 
 def kv_token_bytes(model: ModelProfile, dtype: DType) -> int:
     """Bytes of one token in the KV cache over all layers."""
     return sum(kind.layers * kv_row_bytes(kind.spec, dtype) for kind in attention_kinds(model))
+
+
+def windowed_token_bytes(model: ModelProfile, dtype: DType) -> int:
+    """`kv_token_bytes` of the layers of which a token attends to the last positions only."""
+    return sum(kind.windowed * kv_row_bytes(kind.spec, dtype) for kind in attention_kinds(model))
+
+
+@lru_cache(maxsize=64)
+def widest_window(model: ModelProfile) -> int | None:
+    """The most positions that a token attends to in layers with a window; None unless some layers have one and others
+    have none."""
+    kinds = attention_kinds(model)
+    windows = [kind.limit for kind in kinds if kind.limit is not None and kind.windowed]
+    some = 0 < sum(kind.windowed for kind in kinds) < sum(kind.layers for kind in kinds)
+    return max(windows) if some else None
 
 
 def qkv_bytes(model: ModelProfile, dtype: DType, tokens: int, layer: int | None = None) -> int:

@@ -124,6 +124,7 @@ _ORDER = (
     "kv_buffer",
     "device_runtime",
     "kv",
+    "window_kv",
     "runtime",
     "transformers",
     "host_experts",
@@ -151,6 +152,9 @@ def fixed_bytes(model: ModelProfile, sizes: Policy, *, dtype: DType) -> dict[tup
     unit_bytes, of_token = costs.state_bytes(model)
     if unit_bytes or of_token:
         needed["states", fast_tier] = sizes.batch_size * unit_bytes + sizes.kv_tokens * of_token
+    if window_of(model, sizes) is not None:
+        block_bytes = sizes.kv_block_size * costs.windowed_token_bytes(model, costs.kv_dtype(sizes, dtype))
+        needed["window_kv", "host"] = window_blocks(model, sizes) * block_bytes
     if sizes.schedule in WHOLE_EXPERTS and not model.dense:
         # Experts that run once over a pass: normed hidden states, float32 sums, expert ids and weights.
         needed["mixture", fast_tier] = tokens * (model.expert_input * (dtype.itemsize + 4) + costs.routing_bytes(model))
@@ -241,8 +245,35 @@ def kv_device_blocks(policy: Policy) -> int:
 
 
 def kv_block_bytes(model: ModelProfile, sizes: Policy, dtype: DType) -> int:
-    """Bytes of one cache block over all layers, beside a computation in ``dtype``."""
-    return sizes.kv_block_size * costs.kv_token_bytes(model, costs.kv_dtype(sizes, dtype))
+    """Bytes of one cache block over all layers but those with `window_blocks`, beside a computation in ``dtype``."""
+    kv_dtype = costs.kv_dtype(sizes, dtype)
+    windowed = 0 if window_of(model, sizes) is None else costs.windowed_token_bytes(model, kv_dtype)
+    return sizes.kv_block_size * (costs.kv_token_bytes(model, kv_dtype) - windowed)
+
+
+def window_of(model: ModelProfile, sizes: Policy) -> int | None:
+    """The most positions that a token attends to in layers whose cache has blocks of its own, of which a sequence holds
+    those that its tokens still see; None without such layers. Only the CPU attends to them, and only where no sequence
+    is computed anew because of its length."""
+    return costs.widest_window(model) if sizes.attention_device == "cpu" and model.by_length is None else None
+
+
+def window_sequence_blocks(window: int, block_size: int) -> int:
+    """The most blocks that a decoding sequence holds in layers with a window: those of the ``window`` - 1 positions
+    before its newest token, and of at most a block of new ones, wherever they begin."""
+    return -(-(window - 1) // block_size) + 2
+
+
+def window_blocks(model: ModelProfile, sizes: Policy) -> Any:
+    """Number of blocks of the cache of layers with a window: those of N decoding sequences and the prompts of a pass,
+    but no more than of other layers."""
+    window = window_of(model, sizes)
+    if window is None:
+        return 0
+    prompts = -(-pass_tokens(sizes) // sizes.kv_block_size)
+    return np.minimum(
+        sizes.batch_size * window_sequence_blocks(window, sizes.kv_block_size) + prompts, kv_blocks(sizes)
+    )
 
 
 def kv_buffer_tokens(sizes: Policy) -> Any:

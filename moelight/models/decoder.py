@@ -166,13 +166,14 @@ class Decoder(Protocol):
         layers: range,
         hidden: Tensor,
         caches: Sequence[PagedCache],
-        block_tables: Tensor,
+        block_tables: Sequence[Tensor],
         seq_lens: Tensor,
         experts: Sequence[LayerExperts],
         running: Running,
     ) -> bool:
-        """All phases of ``layers`` in one call, for the rows and by the arguments of `kernels.layer.decode_layers`; the
-        bits are those of the phases. False if there is no such call for these ``experts``: nothing has been computed.
+        """All phases of ``layers`` in one call, or one for consecutive layers of the same ``block_tables`` (of each
+        layer), for the rows and by the arguments of `kernels.layer.decode_layers`; the bits are those of the phases.
+        False if there is no such call for these ``experts``: nothing has been computed.
         Called if ``whole_layers``."""
         ...
 
@@ -303,7 +304,7 @@ class NativeDecoder:
         layers: range,
         hidden: Tensor,
         caches: Sequence[PagedCache],
-        block_tables: Tensor,
+        block_tables: Sequence[Tensor],
         seq_lens: Tensor,
         experts: Sequence[LayerExperts],
         running: Running,
@@ -315,7 +316,7 @@ class NativeDecoder:
             [self._small[layer] for layer in layers],
             self.space.rows[: len(hidden) * self.model.router.top_k],
         )
-        decode_layers(native_layers, hidden, [running], caches, block_tables, seq_lens, present, rows=rows)
+        decode_layers(native_layers, hidden, [running], caches, block_tables[0], seq_lens, present, rows=rows)
         return True
 
     def bind_layers(self, layers: range, hidden: Tensor, experts: Sequence[LayerExperts], running: Running) -> None:

@@ -86,12 +86,12 @@ class Allocation:
         self._bytes = self._needs(policy)
 
     def holds(self, sizes: Policy) -> Any:
-        """True, for each candidate, if every region is large enough. The cache buffer is not compared: the batcher
-        fills the one that exists."""
+        """True, for each candidate, if every region is large enough. The cache buffer is not compared, nor the cache of
+        layers with a window: the batcher fills those that exist."""
         fits = pass_tokens(sizes) <= self._most
         fits = fits & (sizes.micro_batch_tokens <= self.policy.micro_batch_tokens)
         for key, size in self._needs(sizes).items():
-            fits = fits & ((size <= self._bytes[key]) | (key[0] == "kv_buffer"))
+            fits = fits & ((size <= self._bytes[key]) | (key[0] in ("kv_buffer", "window_kv")))
         return fits
 
     def check(self, policy: Policy) -> None:

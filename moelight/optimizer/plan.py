@@ -18,7 +18,7 @@ from moelight.hrm.estimate import Estimate
 from moelight.hrm.machine_model import Speeds
 from moelight.profiles.workload import Workload
 
-_FORMAT = 5  # increment when formulas change, so that stored plans are not used
+_FORMAT = 6  # increment when formulas change, so that stored plans are not used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ the size of the latent, Rr of the rotary part: q [T, H, R] absorbed, k [T, H, Rr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ from moelight.kernels.gpu.attention import (
 from moelight.kernels.layer import PagedCache
 from moelight.paging.kv import CachedRows, rows_of
 from moelight.profiles.model import AttentionSpec
-from moelight.runtime.microbatch import MicroBatch, require
+from moelight.runtime.microbatch import MicroBatch, WindowPlaces, require, row_tables
 
 Act = Callable[[Task, MicroBatch], None]
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -101,9 +101,12 @@ class HostAttention:
         *,
         form: PromptForm,
         sinks: Mapping[int, Tensor] | None = None,
+        windowed: Collection[int] = (),
     ) -> None:
-        """``form``: of prompts that attend on a device."""
+        """``form``: of prompts that attend on a device. ``windowed``: layers in whose cache rows are at
+        `MicroBatch.windowed`."""
         self._layers, self._cache, self._form = _Layers(specs, sinks), cache, form
+        self.windowed = frozenset(windowed)
         self.table: Mapping[TaskKind, Act] = {
             TaskKind.ATTENTION: self._attention,
             TaskKind.OFFLOAD_QKV: self._offload_qkv,
@@ -135,12 +138,17 @@ class HostAttention:
         if self._layers.specs[task.layer].num_heads:
             self._append(task.layer, mb, *require(mb.qkv_host)[1:])
 
+    def _places(self, layer: int, mb: MicroBatch) -> MicroBatch | WindowPlaces:
+        """Where the rows of ``mb`` are in the cache of ``layer``."""
+        return require(mb.windowed) if layer in self.windowed else mb
+
     def _append(self, layer: int, mb: MicroBatch, k: Tensor, v: Tensor) -> None:
+        slots = self._places(layer, mb).cache_slots
         if self._layers.specs[layer].latent is None:
             k_cache, v_cache, *scales = self._cache[layer]
-            cpu_kv_append(k_cache, v_cache, k, v, mb.cache_slots, **_by_name(scales))
+            cpu_kv_append(k_cache, v_cache, k, v, slots, **_by_name(scales))
         else:
-            cpu_mla_append(self._cache[layer][0], v[:, 0], mb.cache_slots)
+            cpu_mla_append(self._cache[layer][0], v[:, 0], slots)
 
     def _cpu_attention(self, task: Task, mb: MicroBatch) -> None:
         """Append this layer's keys and values to the cache before attention: decode rows paged, prompts packed."""
@@ -156,7 +164,7 @@ class HostAttention:
         self._append(task.layer, mb, k, v)
         out = RESULTS.empty(q.shape, q.dtype) if mb.crossing is None else mb.crossing.attention_output(q.shape)
         if spec.latent is not None:
-            tables, lens = mb.row_tables()
+            tables, lens = row_tables(mb)
             (cache,) = self._cache[task.layer]
             mb.attn = cpu_mla_decode(q, k, cache, tables, lens, spec.product_scale, out=out)
             return
@@ -166,13 +174,14 @@ class HostAttention:
         if spec.chunk is not None and int(mb.positions.max()) >= spec.chunk:
             mb.attn = self._attend_in_chunks(task.layer, mb, q, out, sinks)
             return
+        places = self._places(task.layer, mb)
         if n := mb.decoding:
-            arguments = (q[:n], k_cache, v_cache, mb.block_tables, mb.seq_lens, scale)
+            arguments = (q[:n], k_cache, v_cache, places.block_tables, mb.seq_lens, scale)
             cpu_gqa_decode(*arguments, window=window, sinks=sinks, softcap=softcap, **_by_name(scales), out=out[:n])
-        if mb.packed is not None:
-            cu_seqlens, tables, contexts = mb.packed
+        if places.packed is not None:
+            cu_seqlens, tables, contexts = places.packed
             cpu_prefill_attention(
-                *(q[n:], *self._as_cached(task.layer, k[n:], v[n:], mb.cache_slots[n:]), cu_seqlens, scale),
+                *(q[n:], *self._as_cached(task.layer, k[n:], v[n:], places.cache_slots[n:]), cu_seqlens, scale),
                 window=window,
                 sinks=sinks,
                 softcap=softcap,
@@ -186,7 +195,7 @@ class HostAttention:
         """All rows decode: their keys and values are appended by the call that attends."""
         spec, (k_cache, v_cache, *scales) = self._layers.specs[layer], self._cache[layer]
         out = cpu_gqa_decode(
-            *(q, k_cache, v_cache, mb.block_tables, mb.seq_lens, spec.product_scale),
+            *(q, k_cache, v_cache, self._places(layer, mb).block_tables, mb.seq_lens, spec.product_scale),
             window=spec.window,
             sinks=self._layers.sinks(layer, q.device),
             softcap=spec.softcap,
@@ -208,7 +217,7 @@ class HostAttention:
 
     def _attend_in_chunks(self, layer: int, mb: MicroBatch, q: Tensor, out: Tensor, sinks: Tensor | None) -> Tensor:
         """Rows by the positions that they see of their chunk, each row by itself: prompts this long are rare."""
-        spec, (tables, lens) = self._layers.specs[layer], mb.row_tables()
+        spec, (tables, lens) = self._layers.specs[layer], row_tables(self._places(layer, mb))
         windows, (k_cache, v_cache, *scales) = (lens - 1) % require(spec.chunk) + 1, self._cache[layer]
         for window in windows.unique().tolist():
             rows = (windows == window).nonzero().flatten()

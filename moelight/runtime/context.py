@@ -21,7 +21,8 @@ from moelight.kernels.gpu.attention import PromptForm, RaggedBatch, in_buffer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Tokens ``start`` to ``start + count`` of one sequence, which owns ``blocks`` of the cache.
+    """Tokens ``start`` to ``start + count`` of one sequence, which owns ``blocks`` of the cache, and in that of layers
+    with a window, if they have one of their own, ``window_blocks`` from its block ``window_first`` on.
 
     ``decodes``: one generated token, at ``slot`` of the token pool (``token_ids`` is empty), where the next token is
     written too; or, in ``token_ids``, the newest token and the drafts after it. A prompt token never decodes, not even
@@ -41,6 +42,8 @@ class Chunk:
     first_scored: int = 0
     reaches: int = 0
     pooled: range = range(0)
+    window_blocks: Sequence[int] = ()
+    window_first: int = 0
 
     @property
     def length(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -150,6 +151,17 @@ def _land(target: Tensor, source: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True, slots=True)
+class WindowPlaces:
+    """Where the rows of a micro-batch are in the cache of layers with a window: as in `MicroBatch`."""
+
+    cache_slots: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    packed: tuple[Tensor, Tensor, Tensor] | None
+    rows: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
 class MicroBatch:
     """Packed rows without padding: decoding sequences first, then prompts one after another.
 
@@ -176,6 +188,7 @@ class MicroBatch:
         added: only where the cache is for attention on the device.
         chosen: ids and weights [T, k] of the last router, in an on-demand pass.
         rows: of `row_tables`.
+        windowed: places in the cache of layers with a window; None if those layers have none of their own.
     """
 
     token_ids: Tensor
@@ -212,6 +225,7 @@ class MicroBatch:
     experts: Tensor | None = None
     begun: SplitMoE | None = None
     rows: tuple[Tensor, Tensor] | None = None
+    windowed: WindowPlaces | None = None
 
     @property
     def tokens(self) -> int:
@@ -220,21 +234,6 @@ class MicroBatch:
     @property
     def decoding(self) -> int:
         return self.seq_lens.numel()
-
-    def row_tables(self) -> tuple[Tensor, Tensor]:
-        """Block tables int32 [T, B] and lengths int32 [T] of the contexts of all rows, each with its own token."""
-        if self.packed is None:
-            return self.block_tables, self.seq_lens
-        if self.rows is None:
-            ends, tables, contexts = self.packed
-            counts = ends.diff()
-            first = torch.repeat_interleave(ends[:-1] - contexts, counts)
-            lens = torch.arange(1, int(ends[-1]) + 1, dtype=torch.int32) - first
-            width = max(self.block_tables.shape[1], tables.shape[1])
-            parts = [self.block_tables, tables.repeat_interleave(counts, 0)]
-            padded = [functional.pad(part, (0, width - part.shape[1])) for part in parts]
-            self.rows = torch.cat(padded), torch.cat((self.seq_lens, lens))
-        return self.rows
 
     def land(self) -> None:
         """Copy index tensors to the device in one transfer without waiting; called on the compute lane."""
@@ -254,6 +253,22 @@ class MicroBatch:
             setattr(owner, name, part)
         if self.context is not None:
             self.context.batch.land(moved[-1].view(torch.int32))
+
+
+def row_tables(places: MicroBatch | WindowPlaces) -> tuple[Tensor, Tensor]:
+    """Block tables int32 [T, B] and lengths int32 [T] of the contexts of all rows, each with its own token."""
+    if places.packed is None:
+        return places.block_tables, places.seq_lens
+    if places.rows is None:
+        ends, tables, contexts = places.packed
+        counts = ends.diff()
+        first = torch.repeat_interleave(ends[:-1] - contexts, counts)
+        lens = torch.arange(1, int(ends[-1]) + 1, dtype=torch.int32) - first
+        width = max(places.block_tables.shape[1], tables.shape[1])
+        parts = [places.block_tables, tables.repeat_interleave(counts, 0)]
+        padded = [functional.pad(part, (0, width - part.shape[1])) for part in parts]
+        places.rows = torch.cat(padded), torch.cat((places.seq_lens, lens))
+    return places.rows
 
 
 def pack(
@@ -292,13 +307,15 @@ def pack(
         tables = tables.repeat_interleave(torch.tensor(counts), 0)
     decode_rows = sum(counts)
     scoring = _numbers(scored, targets)
+    packed = _packed(chunks[len(decoding) :])
     return MicroBatch(
         token_ids=torch.from_numpy(rows[0]),
         positions=torch.from_numpy(rows[1]),
         cache_slots=torch.from_numpy(rows[2]),
         block_tables=tables,
         seq_lens=torch.from_numpy((rows[1][:decode_rows] + 1).astype(np.int32)),
-        packed=_packed(chunks[len(decoding) :]),
+        packed=packed,
+        windowed=_windowed(chunks, rows[1], block_size, packed),
         places=torch.from_numpy(_numbers([chunk.slot for chunk in from_pool])[0]),
         sample_rows=torch.from_numpy(_numbers(sampling)[0]),
         sample_places=torch.from_numpy(_numbers(sample_places)[0]),
@@ -320,6 +337,31 @@ def require(value: T | None) -> T:
     if value is None:
         raise ScheduleError("a task ran before the one that feeds it")
     return value
+
+
+def _windowed(
+    chunks: Sequence[Chunk], positions: np.ndarray, block_size: int, packed: tuple[Tensor, Tensor, Tensor] | None
+) -> WindowPlaces | None:
+    """Places of rows at ``positions`` int64 [T] in the cache of layers with a window; None where ``chunks`` have no
+    blocks there. ``packed``: of prompts in that of the others."""
+    held = np.array([len(chunk.window_blocks) for chunk in chunks])
+    if not held.any():
+        return None
+    first = np.array([chunk.window_first for chunk in chunks])
+    tables = np.zeros((len(chunks), int((first + held).max())), dtype=np.int32)  # zeros: blocks that are free again
+    columns = np.arange(held.sum()) - np.repeat(held.cumsum() - held - first, held)
+    blocks = chain.from_iterable(chunk.window_blocks for chunk in chunks)
+    tables[np.repeat(np.arange(len(chunks)), held), columns] = np.fromiter(blocks, np.int32, len(columns))
+    owners = np.repeat(np.arange(len(chunks)), [chunk.count for chunk in chunks])
+    slots = tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    decoding = sum(chunk.decodes for chunk in chunks)
+    rows = sum(chunk.count for chunk in chunks[:decoding])
+    return WindowPlaces(
+        cache_slots=torch.from_numpy(slots),
+        block_tables=torch.from_numpy(tables[owners[:rows]]),
+        seq_lens=torch.from_numpy((positions[:rows] + 1).astype(np.int32)),
+        packed=None if packed is None else (packed[0], torch.from_numpy(tables[decoding:]), packed[2]),
+    )
 
 
 def _packed(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -43,9 +43,11 @@ class Operations:
         start_page: StartPage,
         pool: Tensor,
         head_rows: int,
+        windowed: Collection[int] = (),
     ) -> None:
         """``caches``: of all layers for `Decoder.decode_layers`, or none; ``head_rows``: the most rows whose logits
-        are in memory at once."""
+        are in memory at once; ``windowed``: as of `HostAttention`."""
+        self._windowed = windowed
         self.decoder, self._pages, self._moe_ops, self._start_page = decoder, pages, moe_ops, start_page
         self._caches = caches
         self.whole_layers = bool(caches) and decoder.whole_layers
@@ -136,7 +138,9 @@ class Operations:
         running = require(mb.running)
         if mb.packed is None:
             caches = self._caches[layers.start : layers.stop]
-            if self.decoder.decode_layers(layers, mb.hidden, caches, mb.block_tables, mb.seq_lens, experts, running):
+            places = [require(mb.windowed) if layer in self._windowed else mb for layer in layers]
+            tables = [one.block_tables for one in places]
+            if self.decoder.decode_layers(layers, mb.hidden, caches, tables, mb.seq_lens, experts, running):
                 return
         else:
             self.decoder.bind_layers(layers, mb.hidden, experts, running)

@@ -12,6 +12,7 @@ from torch import Tensor
 from moelight.core.dtypes import FLOAT32, INT8
 from moelight.core.policy import Policy, Shares
 from moelight.core.schedule import Buffer, Lane, Task, TaskKind
+from moelight.hrm.costs import kv_token_bytes
 from moelight.hrm.footprint import fixed_bytes, kv_block_bytes, staging_token_bytes
 from moelight.kernels import reference
 from moelight.kernels.attention import cpu_kv_append, cpu_mla_append
@@ -139,8 +140,9 @@ def test_the_host_attends_in_layers_that_differ(crosses: bool, kv_dtype: str) ->
     sizes = {"attention_device": "cpu", "kv_block_size": BLOCK, "kv_dtype": kv_dtype}
     policy = replace(small_policy(model, discrete=True), **sizes)
     specs = [model.attention_of(layer) for layer in range(model.num_layers)]
-    arena = torch.zeros(BLOCKS * kv_block_bytes(model, policy, FLOAT32), dtype=torch.uint8)
-    cache = paged_cache(arena, specs, blocks=BLOCKS, block_size=BLOCK, dtype=INT8 if quantised else FLOAT32)
+    dtype = INT8 if quantised else FLOAT32
+    arena = torch.zeros(BLOCKS * BLOCK * kv_token_bytes(model, dtype), dtype=torch.uint8)
+    cache = paged_cache(arena, specs, blocks=BLOCKS, block_size=BLOCK, dtype=dtype)
     histories = [History(spec, seed, quantised=quantised) for seed, spec in enumerate(specs)]
     sinks = {layer: history.sinks for layer, history in enumerate(histories) if history.sinks is not None}
     table = HostAttention(specs, cache, form=FORM, sinks=sinks).table

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from operator import is_
 from typing import TypeVar
 
@@ -163,7 +164,7 @@ class GraphDecoder:
         layers: range,
         hidden: Tensor,
         caches: Sequence[PagedCache],
-        block_tables: Tensor,
+        block_tables: Sequence[Tensor],
         seq_lens: Tensor,
         experts: Sequence[LayerExperts],
         running: Running,
@@ -171,17 +172,21 @@ class GraphDecoder:
         if (effect := self._pass_by(layers, hidden, experts, running)) is None:
             return False
         angles = {id(cos): (cos, sin) for cos, sin in effect.angles}
-        bound = self._bound[1]
-        decode_layers(
-            [layer for layer, _ in bound],
-            hidden,
-            [(cos[0], sin[0]) for cos, sin in angles.values()],
-            caches,
-            block_tables,
-            seq_lens,
-            [block for _, block in bound],
-            turns=[list(angles).index(id(cos)) for cos, _ in effect.angles],
-        )
+        turns = [list(angles).index(id(cos)) for cos, _ in effect.angles]
+        first = 0
+        for _, alike in groupby(block_tables, key=id):
+            run = slice(first, first := first + len(list(alike)))
+            bound = self._bound[1][run]
+            decode_layers(
+                [layer for layer, _ in bound],
+                hidden,
+                [(cos[0], sin[0]) for cos, sin in angles.values()],
+                caches[run],
+                block_tables[run.start],
+                seq_lens,
+                [block for _, block in bound],
+                turns=turns[run],
+            )
         return True
 
     def bind_layers(self, layers: range, hidden: Tensor, experts: Sequence[LayerExperts], running: Running) -> None:
