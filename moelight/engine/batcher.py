@@ -327,6 +327,11 @@ class MicroBatchPlan:
     def tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
+    @property
+    def continues(self) -> bool:
+        """True if a chunk begins behind tokens of an earlier micro-batch of this pass (a prompt cut in two)."""
+        return any(chunk.start > chunk.sequence.computed for chunk in self.chunks)
+
 
 @dataclass(kw_only=True, slots=True)
 class Admitted:

@@ -41,6 +41,7 @@ from moelight.engine.planning import (
     stage_pages,
 )
 from moelight.engine.pooling import stack_embeddings
+from moelight.engine.ranks import LeadingRunner, RankGroup, count_ranks, open_for
 from moelight.engine.reasoning import OFF, check_mode, reasoning_start
 from moelight.engine.routing import check_routing
 from moelight.engine.speculation import DraftPrices, Speculation, drafts_refusal
@@ -50,7 +51,6 @@ from moelight.experts.profile import save_profile
 from moelight.hrm.footprint import kv_block_bytes
 from moelight.hrm.machine_model import Speeds
 from moelight.kernels.device import Device
-from moelight.models.checkpoints import open_model
 from moelight.observe.stats import Binding, LaneTotals, RunStats
 from moelight.optimizer.pass_prices import PassPrices
 from moelight.optimizer.plan import Plan
@@ -68,6 +68,7 @@ from moelight.runtime.machine import (
 from moelight.runtime.machine_profile import use_kept_kernels
 from moelight.runtime.measure import peak_rss_bytes
 from moelight.weights.ignored import unused_scales
+from moelight.weights.shard import shard
 from moelight.weights.tensor_map import OpenCheckpoint
 
 _log = logging.getLogger(__name__)
@@ -178,7 +179,10 @@ class Engine:
         self.plan = policy if isinstance(policy, Plan) else None
         run_policy = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if options.device == AUTO and not run_policy.discrete else options.device)
-        source = source or open_model(run_policy.model)
+        self._group: RankGroup | None = None
+        count = count_ranks(options.tp, options.device)
+        options, source = _beside_ranks(options, count), source or open_for(run_policy.model, count)
+        source = source if source.profile.ranks == count else shard(source, 0, count)
         self._directory = source.directory
         self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
         resolved = resolve(run_policy, self.profile, discrete=machine.discrete, device=machine.device)
@@ -186,7 +190,8 @@ class Engine:
         resolved, self.residents_reason = choose_residents(resolved, self.plan, options.experts, self.profile, dtype)
         self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
         speeds = speeds_for(self.plan, discrete=machine.discrete)
-        self._experts = choices_for(options.experts, self.policy, self.profile, dtype, speeds)
+        alone = count == 1
+        self._experts = choices_for(options.experts, self.policy, self.profile, dtype, speeds) if alone else None
         self.tokenizer = Tokenizer.of(source.directory)
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._calls = CallConstraints(self._constraints)
@@ -220,6 +225,8 @@ class Engine:
             _log.warning("%s: %s", source.directory, line)
         use_kept_kernels()
         try:
+            if source.profile.ranks > 1:
+                return self._lead(source, options)
             return PassRunner(source, self.policy, self._machine, options.lanes, self._experts, options.cuda_graphs)
         except PinningError as error:
             refused = error.with_traceback(None)  # whose frames hold the regions that were not refused
@@ -228,6 +235,16 @@ class Engine:
         self.policy, self.host_pages_reason = stage_pages(self.policy, self.plan, self.profile, dtype, refused)
         _log.warning("%s", self.host_pages_reason)
         return self._load(source, options, dtype)
+
+    def _lead(self, source: OpenCheckpoint, options: RunOptions) -> PassRunner:
+        """The loaded model of rank 0; the other ranks are started, and follow it."""
+        self._group = RankGroup.start(source.profile.ranks, options.device, self._machine)
+        try:
+            source = replace(source, source=source.source.joined(self._group.ranks))
+            return LeadingRunner(self._group, source, self.policy, self._machine, options.lanes)
+        except BaseException:
+            self._group.stop()
+            raise
 
     @classmethod
     def from_pretrained(
@@ -252,7 +269,8 @@ class Engine:
             CheckpointError: the model is missing or unusable.
             BudgetError: no policy fits the memory limits.
         """
-        options, source = (options or EngineOptions()).changed(values), open_model(str(model))
+        options = (options or EngineOptions()).changed(values)
+        source = open_for(str(model), count_ranks(options.tp, options.device))
         plan = plan_for(str(model), source, find_machine(options.device), options, workload or Workload())
         return cls(plan, source=source, options=options)
 
@@ -600,6 +618,8 @@ class Engine:
         if self._passes is not None:
             self._passes.close()
             self._passes = None
+            if self._group is not None:
+                self._group.stop()
             if self._device_limit:
                 Device(self._machine.device).limit_memory(None)
         self.end_routing_trace()
@@ -609,6 +629,16 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _beside_ranks(options: RunOptions, count: int) -> RunOptions:
+    """``options`` of an engine of ``count`` ranks. Passes of several are whole ones: which experts one of them misses,
+    the others do not know. Raises ConfigError for options that need on-demand passes."""
+    if count == 1:
+        return options
+    if options.experts.policy is not None or options.experts.watches:
+        raise ConfigError("--tp: expert policies, traces and profiles are those of one rank; leave out one of the two")
+    return replace(options, experts=replace(options.experts, learn=False))
 
 
 def _batcher(

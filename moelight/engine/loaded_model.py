@@ -107,8 +107,7 @@ class LoadedModel:
                 self.crossing = StagingBuffers.in_arena(arenas["crossing"], self.profile, policy, self.dtype, tokens)
             self.saved: SavedActivations | None = None
             if (arena := arenas.get("mixture")) is not None:
-                top_k = self.profile.router.top_k
-                self.saved = SavedActivations.in_arena(arena, tokens=tokens, hidden=hidden, top_k=top_k, dtype=dtype)
+                self.saved = SavedActivations.in_arena(arena, self.profile, tokens=tokens, dtype=dtype)
             make_decoder = self._load_dense(source, arenas["dense"], policy)
             self.pages = self._page_store(arenas, announced.slots, experts)
             self.pager: RingPager | None = None
@@ -122,8 +121,9 @@ class LoadedModel:
             self.prompt_form = prompt_form(machine.device, dtype, *heads)
             self.operations = self._operations(policy, machine, arenas, make_decoder)
             kinds = self.operations.decoder.kinds
-            self.graphs = graphs_of(machine.device, int(tokens)) if cuda_graphs and kinds else None
-            warms = machine.compiles and kinds
+            alone = self.profile.ranks == 1  # else phases exchange tensors with other ranks
+            self.graphs = graphs_of(machine.device, int(tokens)) if cuda_graphs and kinds and alone else None
+            warms = machine.compiles and kinds and alone
             self._load_pages(partial(self._warm_up, policy, runners[Lane.DEVICE]) if warms else None)
             machine.synchronize()  # lanes do not wait for the stream on which weights and pools were filled
             self._opened = opened.pop_all()

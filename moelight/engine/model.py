@@ -130,10 +130,10 @@ class LazyModel:
         """Audit the checkpoint; return ``policy``, or the fastest for ``workload`` (BudgetError if none fits). A
         machine of which no profile is kept is measured first if the job is long enough to be worth it."""
         from moelight.engine.planning import measured_for, plan_for
-        from moelight.models.checkpoints import open_model
+        from moelight.engine.ranks import count_ranks, open_for
         from moelight.runtime.machine import find_machine
 
-        source = open_model(self.name)
+        source = open_for(self.name, count_ranks(options.tp, options.device))
         if policy is not None:
             policy = replace(policy, model=self.name)
             return PlannedModel(source=source, policy=policy, plan=None, workload=workload, options=options)

@@ -59,6 +59,12 @@ class RunOptions:
         max=MOST_DRAFT_TOKENS,
         metavar="K",
     )
+    tp: str = _option(
+        "Number of ranks that compute the model together, each with a part of the experts and heads: processes on "
+        "shares of the cores, or on a GPU each; auto is one for each NUMA node or GPU.",
+        metavar="N|auto",
+        default="1",
+    )
     lanes: str = AUTO
     prefix_caching: bool = True
     experts: ExpertOptions = field(default_factory=ExpertOptions)

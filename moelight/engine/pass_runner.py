@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import cycle
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from moelight.weights.tensor_map import OpenCheckpoint
 Choose = Callable[[Sequence[SampledRow], Tensor], Tensor]
 Score = Callable[[Sequence[SequenceChunk], int, Tensor, Tensor], None]
 PoolHidden = Callable[[Sequence[SequenceChunk], Tensor], None]
+Results = tuple[ops.Sample, ops.Score, ops.PoolHidden]
 _SCHEDULES_KEPT = 256
 
 
@@ -47,12 +49,23 @@ _SCHEDULES_KEPT = 256
 class PackedPass:
     """A pass ready to launch, then in flight; keeps its micro-batches alive until the pass has been collected."""
 
-    plans: Sequence[MicroBatchPlan]
+    plans: Sequence[Any]
     micro_batches: Sequence[MicroBatch]
     shapes: tuple[MicroBatchShape, ...]
     in_flight: PassInFlight | None = None
     watch: RoutingWatch | None = None
     routing: PassRouting | None = None
+
+
+class PackedPlan(Protocol):
+    """What a micro-batch is packed from, beside its rows; as `MicroBatchPlan`."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def prefill_only(self) -> bool: ...
+    @property
+    def continues(self) -> bool: ...
 
 
 class ScheduleCache:
@@ -109,9 +122,12 @@ class PassRunner:
 
     def pack(self, plans: Sequence[MicroBatchPlan]) -> PackedPass:
         """Pack ``plans``, before or while an earlier pass runs; generated tokens are read when the pass runs."""
+        return self.pack_chunks(plans, [[_chunk(chunk) for chunk in load.chunks] for load in plans])
+
+    def pack_chunks(self, plans: Sequence[PackedPlan], rows: Sequence[Sequence[Chunk]]) -> PackedPass:
+        """`pack`, of plans whose ``rows`` are given."""
         model, row, sampled, micro_batches = self.model, 0, next(self._sampled), []
-        for load in plans:
-            chunks = [_chunk(chunk) for chunk in load.chunks]
+        for load, chunks in zip(plans, rows, strict=True):
             mb = pack(
                 chunks,
                 block_size=self._policy.kv_block_size,
@@ -147,6 +163,13 @@ class PassRunner:
         first scored row; ``pool_hidden(chunks, hidden)`` pools the final hidden states of a micro-batch. With
         ``captures_routing``, ``routing`` of the result has the experts of all tokens once it has landed.
         """
+        results = _results(packed.plans, choose, score, pool_hidden)
+        return self.launch_with(packed, results, follows=follows, captures_routing=captures_routing)
+
+    def launch_with(
+        self, packed: PackedPass, results: Results, *, follows: bool, captures_routing: bool = False
+    ) -> PackedPass:
+        """`launch`, with what takes the results of micro-batches by their number (`Operations.bind`)."""
         tokens = sum(load.tokens for load in packed.plans)
         model, pager = self.model, self._pager_for(tokens)
         if pager is None:
@@ -182,7 +205,6 @@ class PassRunner:
         self._position += schedule.stream_advance
         self._streaming = pager is None
         with one_thread_for_torch() if tokens <= MOST_TOKENS else nullcontext():
-            results = _results(packed.plans, choose, score, pool_hidden)
             packed.in_flight = model.executor.launch(schedule, model.operations.bind(pass_pages, *results))
         return packed
 
@@ -273,7 +295,7 @@ class PassRunner:
             f" (first in {where}; float16 computes this bfloat16 checkpoint, a policy's weight_dtype float32 is wider)"
         )
 
-    def _shape(self, load: MicroBatchPlan, mb: MicroBatch) -> MicroBatchShape:
+    def _shape(self, load: PackedPlan, mb: MicroBatch) -> MicroBatchShape:
         """Context tokens are 0 where keys and values do not cross the link, so that passes share schedules."""
         added = mb.added if self.model.layout.context_crosses else None
         context = mb.context if added is not None else None
@@ -282,7 +304,7 @@ class PassRunner:
             prefill_only=load.prefill_only,
             samples=mb.sampled.numel() + mb.targets.numel() + mb.pooled_rows.numel() > 0,
             context=0 if context is None else context.tokens,
-            continues=context is not None and any(chunk.start > chunk.sequence.computed for chunk in load.chunks),
+            continues=context is not None and load.continues,
             device_tokens=0 if added is None else added.device_count,
             device_context=0 if context is None else context.stays,
         )
@@ -299,7 +321,7 @@ class PassRunner:
 
 def _results(
     plans: Sequence[MicroBatchPlan], choose: Choose, score: Score | None, pool_hidden: PoolHidden | None
-) -> tuple[ops.Sample, ops.Score, ops.PoolHidden]:
+) -> Results:
     """What takes the results of micro-batches by their number, for `Operations.bind`."""
     completing = [[SampledRow(chunk, at) for chunk in load.chunks for at in range(chunk.samples)] for load in plans]
 

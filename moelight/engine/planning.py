@@ -30,7 +30,14 @@ from moelight.optimizer.plan import Plan
 from moelight.optimizer.problem import SEARCHED_SCHEDULES, Fixed, Problem
 from moelight.optimizer.runnable import activation_faults, cache_faults, expert_faults, policy_faults
 from moelight.paging.arena import PinningError, locks_in_place
-from moelight.profiles.hardware import HardwareProfile, Tier, load_hardware_profile, with_gpus
+from moelight.profiles.hardware import (
+    HardwareProfile,
+    Tier,
+    load_hardware_profile,
+    part_of,
+    with_gpu_each,
+    with_gpus,
+)
 from moelight.profiles.model import ModelProfile
 from moelight.profiles.tensor_list import pages
 from moelight.profiles.workload import Workload
@@ -57,7 +64,9 @@ def plan_for(name: str, source: OpenCheckpoint, machine: Machine, options: Engin
     experts, schedule = options.experts.policy, options.schedule
     asked = _activations(options.activations, source.profile, machine)
     limits = _limits(machine, options.host_memory, options.device_memory)
-    hardware = hardware_for(options.hw, discrete=machine.discrete)
+    hardware, ranks = hardware_for(options.hw, discrete=machine.discrete), source.profile.ranks
+    if ranks > 1:  # of which each has its own device, and a share of the host
+        limits, hardware = limits | {"host": limits["host"] // ranks}, part_of(with_gpu_each(hardware, ranks), ranks)
     computed = _computed(options.dtype, source, machine)
     sizes = capacities(hardware, limits)
     # The checkpoint holds every page, at most in float32, so any page may be streamed from disk.

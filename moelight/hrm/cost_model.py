@@ -79,7 +79,7 @@ class CostModel:
     def experts_s(self, unit: Unit, tokens: Any, share: Any = 1.0) -> Any:
         """Seconds of a ``share`` of the distinct experts of one layer for ``tokens`` tokens; each page is read once."""
         met = costs.distinct_experts(self.model, tokens)
-        rows = tokens * self.model.router.top_k / np.maximum(met, 1e-9)
+        rows = tokens * self.model.router.top_k / self.model.ranks / np.maximum(met, 1e-9)
         launches = 0 if unit.experts is not None else KERNELS["experts"]  # else measured with the experts
         return share * (met * self.expert_s(unit, rows) + launches * unit.launch_s)
 

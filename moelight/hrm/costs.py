@@ -322,8 +322,9 @@ def _sum_of_states(model: ModelProfile) -> tuple[int, int]:
 
 
 def distinct_experts(model: ModelProfile, tokens: Any) -> Any:
-    """Expected distinct experts of one layer to which ``tokens`` tokens are routed, under uniform routing."""
-    return expected_distinct(model.experts.num_experts, model.router.top_k, tokens)
+    """Expected distinct experts of one layer (of a rank: of those that it has) to which ``tokens`` tokens are routed,
+    under uniform routing."""
+    return expected_distinct(model.routed_experts, model.router.top_k, tokens) / model.ranks
 
 
 def expected_distinct(experts: int, top_k: int, tokens: Any) -> Any:

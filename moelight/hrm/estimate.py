@@ -222,7 +222,7 @@ def flops_per_token(model: ModelProfile) -> float:
     """Flops of one token in all layers, two per weight, with ``top_k`` experts; attention and the head excluded."""
     layers = costs.layer_elements(model)
     dense = sum(layer.before_attention + layer.after_attention for layer in layers)
-    return 2.0 * (dense + model.num_moe_layers * model.router.top_k * costs.page_elements(model))
+    return 2.0 * (dense + model.num_moe_layers * model.router.top_k / model.ranks * costs.page_elements(model))
 
 
 def _phase(

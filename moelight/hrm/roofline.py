@@ -158,7 +158,8 @@ def ffn_intensity(model: ModelProfile, tokens: float, *, weight_dtype: DType = F
 
 def flops_of_experts(model: ModelProfile, tokens: float) -> float:
     """Flops of the experts of one layer over ``tokens``."""
-    return 6.0 * tokens * model.hidden_size * model.experts.intermediate_size * model.router.top_k
+    routed = tokens * model.router.top_k / model.ranks
+    return 6.0 * routed * model.hidden_size * model.experts.intermediate_size
 
 
 def fed_intensity(

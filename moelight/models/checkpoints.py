@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moelight.kernels.products import Workspace
+from moelight.kernels.ranks import Ranks
 from moelight.models.decoder import NativeDecoder
 from moelight.models.graph.decoder import GraphDecoder
 from moelight.models.graph.gguf import GGUF_KIND, config_values_of, graph_checkpoint
@@ -81,9 +82,16 @@ class NativeSource:
     """`DecoderSource` of a family of `profiles.families`."""
 
     weight_map: WeightMap
+    ranks: Ranks | None = None
     road: ClassVar[str] = "native"
     predicts: ClassVar[bool] = True
     mixes: ClassVar[bool] = True
+
+    def sharded(self, weight_map: WeightMap) -> NativeSource:
+        return replace(self, weight_map=weight_map)
+
+    def joined(self, ranks: Ranks) -> NativeSource:
+        return replace(self, ranks=ranks)
 
     def kept_as(self, part: StoredTensor) -> Kept | None:
         info = self.weight_map.parts.get(part)
@@ -93,7 +101,7 @@ class NativeSource:
         self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype, paged: PagedExperts, *, as_stored: bool
     ) -> Callable[[Workspace], NativeDecoder]:
         weights = load_dense(self.weight_map, profile, arena, dtype, as_stored=as_stored)
-        return partial(NativeDecoder, profile, weights, paged=paged, activations=paged.activations)
+        return partial(NativeDecoder, profile, weights, paged=paged, activations=paged.activations, ranks=self.ranks)
 
 
 def graph_source(path: Path) -> tuple[GraphModel, Checkpoint]:
@@ -123,8 +131,15 @@ class GraphSource:
 
     model: GraphModel
     weights: GraphWeightMap
+    ranks: Ranks | None = None
     road: ClassVar[str] = "graph"
     mixes: ClassVar[bool] = False
+
+    def sharded(self, weight_map: WeightMap) -> GraphSource:  # noqa: ARG002 - the graph is whole on every rank
+        return self
+
+    def joined(self, ranks: Ranks) -> GraphSource:
+        return replace(self, ranks=ranks)
 
     @property
     def predicts(self) -> bool:
@@ -137,7 +152,7 @@ class GraphSource:
         self, profile: ModelProfile, arena: Tensor, dtype: torch.dtype, paged: PagedExperts, *, as_stored: bool
     ) -> Callable[[Workspace], GraphDecoder]:
         fill_weights(self.model, self.weights, arena, dtype, as_stored=as_stored, activations=paged.activations)
-        return partial(GraphDecoder, profile, self.model, paged)
+        return partial(GraphDecoder, profile, self.model, paged, ranks=self.ranks)
 
 
 def _open_graph(directory: Path) -> OpenCheckpoint:

@@ -33,6 +33,7 @@ from moelight.kernels.products import (
     rows_computed,
 )
 from moelight.kernels.quantized import stacked_rows
+from moelight.kernels.ranks import Ranks
 from moelight.models.expert import GATED_SILU, LayerExperts
 from moelight.models.moe import Experts, Routed, moe_forward, route_tokens
 from moelight.models.pages import PagedExperts
@@ -120,8 +121,11 @@ class Decoder(Protocol):
         sinks: float [Hq] of the layers whose attention has them; complete once a layer has been computed.
         activations: of the experts of each layer; None if no kernel computes it, or there are none.
         paged: the experts in pages.
+        ranks: with which the model is computed; None: alone. The hidden states that experts were added to are partial
+            sums then, until the next phase.
     """
 
+    ranks: Ranks | None
     model: ModelProfile
     dtype: torch.dtype
     space: Workspace
@@ -227,9 +231,10 @@ class NativeDecoder:
         *,
         paged: PagedExperts,
         activations: str = "auto",
+        ranks: Ranks | None = None,
     ) -> None:
         """``activations``: those that products with quantised matrices outside the experts take, as `Policy` says."""
-        self.model, self.paged, self._activations = model, paged, activations
+        self.model, self.paged, self._activations, self.ranks = model, paged, activations, ranks
         self.weights = weights
         self.kinds = [(moe, *layer.types) for moe, layer in zip(model.moe_layers, weights.layers, strict=True)]
         self.space = space
@@ -251,6 +256,7 @@ class NativeDecoder:
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
         """hidden [T, H] -> queries, keys and values [T, Hq + 2 Hkv, D], after norms, clipping and rotary embedding."""
         spec, weights, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
+        self._add_up(hidden, layer)
         if layer in self._small and len(hidden) <= MOST_TOKENS:
             return (self._small[layer].before_attention(hidden, *running),)
         x = self._norm(hidden, weights.input_norm, enters=layer)
@@ -297,7 +303,8 @@ class NativeDecoder:
         routed = self._routed(x, weights.router)
         if watch is not None:
             watch(layer, routed)
-        moe_forward(routed, experts, self.space, into=hidden, wide=wide)
+        self._leave_to_leader(hidden)
+        moe_forward(self._on_rank(routed), experts, self.space, into=hidden, wide=wide)
 
     def decode_layers(
         self,
@@ -324,26 +331,32 @@ class NativeDecoder:
 
     def route(self, layer: int, hidden: Tensor, attention: Tensor | None, running: Running) -> Routed:  # noqa: ARG002
         """hidden [T, H] += o(attention [T, Hq, D]), in place; returns the input and routing of the layer's experts."""
-        return self._routed(self._after_attention(layer, hidden, attention), self._router(layer))
+        routed = self._routed(self._after_attention(layer, hidden, attention), self._router(layer))
+        self._leave_to_leader(hidden)
+        return routed
 
     def experts(self, layer: int, pages: Sequence[Tensor | None]) -> LayerExperts:
-        return LayerExperts(self.paged.of_layer(layer, pages), GATED_SILU)
+        return LayerExperts.on_rank(self.paged.of_layer(layer, pages), GATED_SILU, self.ranks)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         x = self._norm(hidden, self.weights.layers[layer].post_norm)
         return route_tokens(linear(x, self._router(layer)), self.model.router)
 
-    def end(self, hidden: Tensor, running: Running) -> None:
-        """Do nothing: the final norm is a part of `final_hidden`."""
+    def end(self, hidden: Tensor, running: Running) -> None:  # noqa: ARG002
+        """Complete the hidden states; the final norm is a part of `final_hidden`."""
+        self._add_up(hidden, self.model.num_layers)
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
         return self._norm(hidden, self.weights.final_norm, enters=self.model.num_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, H] -> float32 [S, V]; by torch on a CPU in chunks of the head's rows, which bounds the size of
-        repacked copies."""
+        repacked copies. A rank computes its part of the vocabulary, if that is divided evenly."""
         x = self.final_hidden(hidden)
         head = floats_of(self.weights.head)
+        if self.ranks is not None and head is not None and head.shape[0] % self.ranks.count == 0:
+            part = self.ranks.part(head.shape[0])
+            return self.ranks.join_columns(linear(x, head[part.start : part.stop]).float())
         if head is None or native.available() or not native.on_cpu(x):
             return self._linear(x, self.weights.head).float()
         rows = max(1, HEAD_CHUNK_BYTES // (head.shape[1] * head.element_size()))
@@ -355,7 +368,8 @@ class NativeDecoder:
     def _whole(self, layer: int) -> DecoderLayer | None:
         """``layer`` with its weights bound, if one call computes it."""
         layer_weights, spec, router = self.weights.layers[layer], self.model.attention, self.model.router
-        if layer_weights.router is None or self.finite is not None or spec.clip_qkv is not None:
+        exchanges = self.ranks is not None  # between the products of a layer
+        if layer_weights.router is None or self.finite is not None or spec.clip_qkv is not None or exchanges:
             return None
         names = ("input_norm", "q_norm", "k_norm", "post_norm", "router")
         qkv, o = floats_of(layer_weights.qkv), floats_of(layer_weights.o)
@@ -387,8 +401,26 @@ class NativeDecoder:
     def _after_attention(self, layer: int, hidden: Tensor, attention: Tensor | None) -> Tensor:
         weights = self.weights.layers[layer]
         assert attention is not None, "every layer attends"
-        projected = self._linear(attention.flatten(1), weights.o, weights.o_bias)
+        attended, ranks = attention.flatten(1), self.ranks if self.model.head_ranks > 1 else None
+        if ranks is not None:  # of the heads of all ranks, times the rows of the output matrix that this one has
+            attended = ranks.join_columns(attended)
+        projected = self._linear(attended, weights.o, weights.o_bias)
+        if ranks is not None:
+            projected = ranks.join_columns(projected)
         return self._norm(hidden, weights.post_norm, add=projected)
+
+    def _add_up(self, hidden: Tensor, layer: int) -> None:
+        """Sum over ranks the hidden states that enter ``layer``, which the experts of the layer before left partial."""
+        if self.ranks is not None and layer > 0 and self.model.moe_layers[layer - 1]:
+            self.ranks.sum_(hidden)
+
+    def _leave_to_leader(self, hidden: Tensor) -> None:
+        """Have rank 0 alone add to ``hidden`` what its experts are added to."""
+        if self.ranks is not None and not self.ranks.leads:
+            hidden.zero_()
+
+    def _on_rank(self, routed: Routed) -> Routed:
+        return routed.on_rank(self.ranks, self.model.experts.num_experts)
 
     def _norm(
         self,

@@ -19,6 +19,7 @@ from moelight.kernels.layer import BoundExperts
 from moelight.kernels.matrices import Weight, floats_of, matrix_of
 from moelight.kernels.products import Workspace, feed_forward, linear
 from moelight.kernels.quantized import dense_values
+from moelight.kernels.ranks import Ranks
 from moelight.kernels.reference import gate_and_up
 
 PARTS = (*MATRICES, "gate_up_bias", "up_bias", "down_bias")  # of `Expert`
@@ -96,6 +97,11 @@ class LayerExperts(list["Expert | None"]):
         """``install``: of a dense layer in pages, which has no experts: puts the matrices of its page in place."""
         super().__init__(experts)
         self.function, self.install = function, install
+
+    @classmethod
+    def on_rank(cls, experts: Sequence[Expert | None], function: ExpertFunction, ranks: Ranks | None) -> LayerExperts:
+        """``experts``, and behind them None for those of other ``ranks``."""
+        return cls(experts if ranks is None else (*experts, None), function)
 
     def only(self, some: range) -> LayerExperts:
         """These experts without those whose numbers are not in ``some``."""

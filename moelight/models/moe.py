@@ -6,7 +6,7 @@ Legend: T tokens, E experts, k experts per token, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from moelight.kernels.gpu.grouped import expert_ffn
 from moelight.kernels.gpu.pages import ALIGNMENT_BYTES, ExpertTable
 from moelight.kernels.matrices import Weight, matrix_of
 from moelight.kernels.products import Workspace, padded_rows
+from moelight.kernels.ranks import Ranks
 from moelight.kernels.reference import route_topk
 from moelight.kernels.routing import cpu_gather_rows, cpu_route, cpu_scatter_sum, cpu_sort_by_expert
 from moelight.models.expert import Expert, ExpertFunction, LayerExperts, expert_arguments, in_torch
@@ -35,12 +36,21 @@ Experts: TypeAlias = LayerExperts | ExpertTable  # of a layer; a table for group
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
     """Input of the experts: ``x`` [T, H], ``weights`` float32 [T, k], ``ids`` [T, k] in ascending order. ``resume``: of
-    a dense layer: computes it with its page (`LayerExperts.install`), in place of all else."""
+    a dense layer: computes it with its page (`LayerExperts.install`), in place of all else. ``elsewhere``: an id that
+    is the number of the layer's experts is that of one which another rank computes."""
 
     x: Tensor
     weights: Tensor
     ids: Tensor
     resume: Callable[[LayerExperts], None] | None = None
+    elsewhere: bool = False
+
+    def on_rank(self, ranks: Ranks | None, experts: int) -> Routed:
+        """As rank ``ranks.rank`` has them, which computes ``experts`` of the layer, numbered from 0."""
+        if ranks is None:
+            return self
+        ids = self.ids - ranks.rank * experts
+        return replace(self, ids=ids.masked_fill((ids < 0) | (ids >= experts), experts), elsewhere=True)
 
 
 def route_tokens(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
@@ -218,7 +228,9 @@ def grouped_forward(
     ``some``: only these experts, in number, whose sums continue ``sums`` unless they are the first, and are the result
     if they are the last.
     """
-    tokens, places, offsets = gpu_routing.by_expert(routed.ids, pages.experts)
+    tokens, places, offsets = gpu_routing.by_expert(routed.ids, pages.experts + routed.elsewhere)
+    if routed.elsewhere:
+        places, offsets = places.masked_fill(routed.ids >= pages.experts, -1), offsets[:-1]
     out = torch.empty_like(routed.x, dtype=space.rows.dtype) if into is None else into
     count, max_rows, begun, ends = tokens.numel(), space.room_for(pages.width), None, True
     if some is not None:

@@ -220,6 +220,12 @@ def with_gpus(hardware: HardwareProfile, count: int) -> HardwareProfile:
     return replace(hardware, processors=tuple(units))
 
 
+def with_gpu_each(hardware: HardwareProfile, ranks: int) -> HardwareProfile:
+    """``hardware``, which has one GPU or none, with a GPU for each of ``ranks``."""
+    units = (replace(unit, count=ranks) if unit.name == "gpu" else unit for unit in hardware.processors)
+    return replace(hardware, processors=tuple(units))
+
+
 def part_of(hardware: HardwareProfile, parts: int) -> HardwareProfile:
     """One of ``parts`` equal parts of ``hardware``, with the GPUs divided among them: of the host and the disk it has a
     part of the capacity and of every speed; a GPU and its links are as they were. ``parts`` divides the GPUs."""

@@ -213,6 +213,9 @@ class ModelProfile:
 
     A layer of a dense model is one expert, which every token is routed to: ``page_tensors`` are the matrices of its
     page, each from the mixer of the layer to the next one; `LayerSpec` counts what remains. Empty with experts.
+
+    Of one rank of several (`weights.shard`) ``experts.num_experts`` counts those that it has, one in ``ranks`` of those
+    that tokens are routed to; ``attention`` is that of its heads, one in ``head_ranks``.
     """
 
     name: str
@@ -238,6 +241,13 @@ class ModelProfile:
     page_tensors: tuple[StoredTensor, ...] = field(default=(), hash=False)
     stored: StoredWeights | None = field(default=None, hash=False)
     by_length: ByLength | None = None
+    ranks: int = 1
+    head_ranks: int = 1
+
+    @property
+    def routed_experts(self) -> int:
+        """The number of experts of a layer that tokens are routed to, those of all ranks."""
+        return self.experts.num_experts * self.ranks
 
     @property
     def dense(self) -> bool:

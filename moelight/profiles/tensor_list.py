@@ -111,9 +111,10 @@ def _layer_tensors(model: ModelProfile, layer: int) -> _Tensors:
         yield from _grouped_tensors(model)
     if spec.sinks:
         yield "sinks", (spec.num_heads,)
-    yield "o", (hidden, spec.q_dim if spec.latent is None else spec.num_heads * spec.latent.value_head_dim)
+    width = spec.q_dim if spec.latent is None else spec.num_heads * spec.latent.value_head_dim
+    yield "o", (hidden // model.head_ranks, width * model.head_ranks)
     if spec.output_bias:
-        yield "o_bias", (hidden,)
+        yield "o_bias", (hidden // model.head_ranks,)
     yield from _norm(model, "post_norm")
     if model.moe_layers[layer]:
         yield from _sparse_tensors(model)
@@ -164,11 +165,11 @@ def _latent_tensors(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> _Te
 def _sparse_tensors(model: ModelProfile) -> _Tensors:
     """The tensors of a sparse layer besides routed experts: router, shared experts and their gate."""
     hidden, experts, router = model.hidden_size, model.experts, model.router
-    yield "router", (experts.num_experts, hidden)
+    yield "router", (model.routed_experts, hidden)
     if router.bias:
-        yield "router_bias", (experts.num_experts,)
+        yield "router_bias", (model.routed_experts,)
     if router.selection_bias:
-        yield "router_selection_bias", (experts.num_experts,)
+        yield "router_selection_bias", (model.routed_experts,)
     if experts.shared_intermediate_size:
         yield from _feed_forward("shared", hidden, experts.shared_intermediate_size)
     if experts.shared_gate:

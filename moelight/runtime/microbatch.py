@@ -85,8 +85,8 @@ class StagingBuffers:
     def take_routed(self, routed: Routed) -> Routed:
         """Copy ``routed`` (ids int32) to host memory; the copy is complete when the lane's event is."""
         weights, ids = self.routing.view(-1).chunk(2)
-        return Routed(
-            x=_land(self.routed, routed.x), weights=_land(weights, routed.weights), ids=_land(ids, routed.ids)
+        return replace(
+            routed, x=_land(self.routed, routed.x), weights=_land(weights, routed.weights), ids=_land(ids, routed.ids)
         )
 
     def attention_output(self, shape: torch.Size) -> Tensor:
@@ -106,18 +106,19 @@ class SavedActivations:
     sums: Tensor
 
     @classmethod
-    def in_arena(cls, arena: Tensor, *, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> SavedActivations:
+    def in_arena(cls, arena: Tensor, model: ModelProfile, *, tokens: int, dtype: torch.dtype) -> SavedActivations:
         """Activations of a whole pass; ``arena`` uint8, the ``mixture`` of `footprint` for ``tokens``."""
+        hidden, top_k = model.hidden_size, model.router.top_k
         token_bytes = {"sums": hidden * 4, "weights": top_k * 4, "ids": top_k * 4, "x": hidden * dtype.itemsize}
         regions = _regions(arena, tokens, token_bytes)
         weights, ids = regions["weights"].view(torch.float32), regions["ids"].view(torch.int32)
-        routed = Routed(x=regions["x"].view(dtype), weights=weights, ids=ids)
+        routed = Routed(x=regions["x"].view(dtype), weights=weights, ids=ids, elsewhere=model.ranks > 1)
         return cls(routed=routed, sums=regions["sums"].view(torch.float32))
 
     def rows(self, first: int, count: int) -> SavedActivations:
         """The activations of one micro-batch, or of several."""
         rows, all_rows = slice(first, first + count), self.routed
-        routed = Routed(x=all_rows.x[rows], weights=all_rows.weights[rows], ids=all_rows.ids[rows])
+        routed = replace(all_rows, x=all_rows.x[rows], weights=all_rows.weights[rows], ids=all_rows.ids[rows])
         return SavedActivations(routed=routed, sums=self.sums[rows])
 
     def keep(self, routed: Routed) -> None:

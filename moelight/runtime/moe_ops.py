@@ -165,6 +165,7 @@ class MoEOps:
             mb.attn = None
         if pass_pages.watch is not None:
             pass_pages.watch(task.micro_batch, task.layer, routed)
+        routed = routed.on_rank(self._decoder.ranks, self._num_experts)
         if mb.saved is None:
             mb.routed = routed
         else:

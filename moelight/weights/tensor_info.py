@@ -137,7 +137,8 @@ class StoredMatrix(Matrix[TensorInfo]):
         )
 
     def rows_of(self, begin: int, end: int) -> StoredMatrix:
-        """Rows ``begin`` to ``end`` as a matrix of its own; raises CheckpointError where its bytes are not together."""
+        """Rows ``begin`` to ``end`` as a matrix of its own: whole heads, where the rows of each are interleaved. Raises
+        CheckpointError where its bytes are not together."""
         if (begin, end) == (0, self.rows) and self.stack == 1:
             return self
         count = end - begin
@@ -147,7 +148,8 @@ class StoredMatrix(Matrix[TensorInfo]):
                 raise self.error(self.stored.names[0], f"is not to be divided at rows {begin} and {end}")
             tensors = {suffix: info.part(begin // rows, self.stack) for suffix, info in self.tensors.items()}
             return replace(self, rows=rows, stack=1, tensors=tensors)
-        if self.indivisible:
+        heads = self.heads * count // self.rows
+        if self.stored_as == TRANSPOSED or heads * self.rows != self.heads * count or begin * self.heads % self.rows:
             raise self.error(self.stored.names[0], "has its rows in another order, so they are not taken by themselves")
         tensors = dict(self.tensors)
         for suffix, info in tensors.items():
@@ -156,7 +158,7 @@ class StoredMatrix(Matrix[TensorInfo]):
             if step < 0 or begin % step or (end % step and end < self.rows):
                 raise self.error(suffix, f"is not to be divided at rows {begin} and {end}")
             tensors[suffix] = info.lines(begin // step, -(-end // step))
-        return replace(self, rows=count, tensors=tensors)
+        return replace(self, rows=count, heads=heads, tensors=tensors)
 
     def error(self, suffix: str, complaint: str) -> CheckpointError:
         info = self.tensors[suffix]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from moelight.core.dtypes import BY_SAFETENSORS, FLOAT32, DType, dtype_named
 from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
+from moelight.kernels.ranks import Ranks
 from moelight.profiles.families import FAMILIES
 from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model import ModelProfile, StoredTensor
@@ -96,6 +97,14 @@ class DecoderSource(Protocol):
     def predicts(self) -> bool: ...
     @property
     def mixes(self) -> bool: ...
+
+    def sharded(self, weight_map: WeightMap) -> DecoderSource:
+        """The same of one rank, whose weights are in ``weight_map`` (`weights.shard`)."""
+        ...
+
+    def joined(self, ranks: Ranks) -> DecoderSource:
+        """The same, whose decoders exchange what they compute with the other ``ranks``."""
+        ...
 
     def kept_as(self, part: StoredTensor) -> Kept | None:
         """The format and bytes of what a CPU keeps as it is stored in place of ``part`` outside pages."""

@@ -20,6 +20,7 @@ from moelight.kernels import native
 from moelight.kernels.activations import Activation
 from moelight.kernels.layer import PagedCache, decode_layers
 from moelight.kernels.products import Workspace
+from moelight.kernels.ranks import Ranks
 from moelight.models.decoder import Rows, Watch
 from moelight.models.expert import ExpertFunction, LayerExperts
 from moelight.models.graph.effects import Attend, Effect, Ended, Experts, Latents, LayersPassed, MixerPassed
@@ -45,6 +46,7 @@ class Running:
         value: that the run is resumed with; None at its start, and while ``effect`` is not taken.
         routed: the input [T, H] of the last layer's experts.
         start: begins the run anew.
+        partial: ``value`` is the mixture of the experts that this rank has.
         passed: layers that the run passes by, which are computed by two calls each.
     """
 
@@ -54,11 +56,15 @@ class Running:
     value: Tensor | None = None
     routed: Tensor | None = None
     passed: LayersPassed | None = None
+    ranks: Ranks | None = None
+    partial: bool = False
 
     def next(self) -> Effect:
         """The next effect, which remains until it is taken."""
         if self.effect is None:
-            self.effect, self.value = self.run.resume(self.value), None
+            if self.partial and self.ranks is not None and self.value is not None:
+                self.ranks.sum_(self.value)
+            self.effect, self.value, self.partial = self.run.resume(self.value), None, False
         return self.effect
 
     def take(self, kind: type[Kind], layer: int) -> Kind:
@@ -81,7 +87,16 @@ class GraphDecoder:
     finite = None
     kinds: Sequence[tuple[object, ...]] = ()
 
-    def __init__(self, model: ModelProfile, graph: GraphModel, paged: PagedExperts, space: Workspace) -> None:
+    def __init__(
+        self,
+        model: ModelProfile,
+        graph: GraphModel,
+        paged: PagedExperts,
+        space: Workspace,
+        *,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.ranks = ranks
         self.model, self.paged, self.space, self.dtype = model, paged, space, space.inputs.dtype
         self.sinks: dict[int, Tensor] = {}
         self._graph = graph
@@ -107,7 +122,7 @@ class GraphDecoder:
         lengths = [row.length for row in rows]
         states = [(self._state(row), row.count) for row in rows]
         start = partial(self._graph.start, token_ids, positions, states, lengths)
-        return Running(start(), start)
+        return Running(start(), start, ranks=self.ranks)
 
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
         """Up to the attention of ``layer``: q [T, Hq, D], k and v [T, Hkv, D], or of latent attention absorbed queries
@@ -157,6 +172,7 @@ class GraphDecoder:
         routed = self.route(layer, hidden, attention, running)
         if watch is not None:
             watch(layer, routed)
+        routed = routed.on_rank(self.ranks, self.model.experts.num_experts)
         moe_forward(routed, experts, self.space, into=hidden, wide=wide)
 
     def decode_layers(
@@ -230,7 +246,7 @@ class GraphDecoder:
         if self.model.dense:
             return self._to_page(layer, hidden, running)
         effect = running.take(Experts, layer)
-        running.value, running.routed = _zeroed(hidden), effect.x
+        running.value, running.routed, running.partial = _zeroed(hidden), effect.x, True
         return self._routed(layer, effect)
 
     def _routed(self, layer: int, effect: Experts) -> Routed:
@@ -268,7 +284,7 @@ class GraphDecoder:
             return LayerExperts((None,), install=binding(self._graph.module, matrices))
         if (function := self._functions[layer]) is None:
             return LayerExperts(())
-        return LayerExperts(self.paged.of_layer(layer, pages), function)
+        return LayerExperts.on_rank(self.paged.of_layer(layer, pages), function, self.ranks)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """By the block of ``layer`` on the input of the last layer's experts: what the graph adds to it is within."""

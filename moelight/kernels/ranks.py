@@ -1,0 +1,133 @@
+"""Ranks: processes of one machine that compute a model together, and what they exchange.
+
+Every rank runs the same passes over the same tokens. Rank 0 leads: it decides what a pass computes and samples its
+tokens. Partial sums and parts of rows are exchanged by torch.distributed: gloo between processors, NCCL between GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed
+
+from moelight.core.errors import MoelightError
+from moelight.kernels.device import Device
+
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+_MEETING = timedelta(minutes=5)
+_PATIENCE = timedelta(days=365)  # a rank waits for the next pass as long as nothing is asked of it; an end is noticed
+
+
+class RankError(MoelightError):
+    """A rank has ended, or cannot be reached."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This process as ``rank`` of ``count``.
+
+    ``messages``: the group of what `tell` and `hear` exchange; tensors are exchanged in the default one.
+    """
+
+    rank: int
+    count: int
+    messages: distributed.ProcessGroup
+
+    @classmethod
+    def join(cls, rank: int, count: int, device: torch.device, meeting: Path) -> Ranks:
+        """Wait for all ``count`` ranks, which meet at the file ``meeting``: it is not there yet. Raises RankError if
+        they do not meet, or this process has joined already."""
+        if distributed.is_initialized():
+            raise RankError("this process is a rank already; close the engine that has ranks first")
+        cuda = Device(device).cuda
+        if cuda:
+            torch.cuda.set_device(device)
+        with _on_loopback(), _reported(rank, count):
+            store = distributed.FileStore(str(meeting), count)
+            store.set_timeout(_MEETING)
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_PATIENCE)
+            group = distributed.new_group(backend="gloo", timeout=_PATIENCE)
+        return cls(rank=rank, count=count, messages=group)
+
+    def leave(self) -> None:
+        """End the exchange; other ranks that wait for this one raise RankError."""
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def part(self, size: int) -> range:
+        """The part of ``size``, which `count` divides, that this rank has."""
+        width = size // self.count
+        return range(self.rank * width, (self.rank + 1) * width)
+
+    def sum_(self, partial: Tensor) -> None:
+        """``partial`` becomes the sum of those of all ranks, the same bits on each."""
+        with _reported(self.rank, self.count):
+            distributed.all_reduce(partial)
+
+    def join_columns(self, part: Tensor) -> Tensor:
+        """part [T, C], the columns that this rank has -> [T, C x count], those of all ranks in order."""
+        gathered = part.new_empty((self.count, *part.shape))
+        with _reported(self.rank, self.count):
+            distributed.all_gather(list(gathered.unbind()), part.contiguous())
+        return gathered.transpose(0, 1).reshape(part.shape[0], -1)
+
+    def share_(self, values: Tensor) -> None:
+        """``values`` become those of rank 0."""
+        with _reported(self.rank, self.count):
+            distributed.broadcast(values, 0)
+
+    def tell(self, message: bytes) -> None:
+        """Send ``message`` from rank 0 to all others."""
+        size = torch.tensor([len(message)])
+        with _reported(self.rank, self.count):
+            distributed.broadcast(size, 0, group=self.messages)
+            distributed.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self.messages)
+
+    def hear(self) -> bytes:
+        """The next message of rank 0; waits for it."""
+        size = torch.zeros(1, dtype=torch.int64)
+        with _reported(self.rank, self.count):
+            distributed.broadcast(size, 0, group=self.messages)
+            message = torch.empty(int(size), dtype=torch.uint8)
+            distributed.broadcast(message, 0, group=self.messages)
+        return message.numpy().tobytes()
+
+
+@contextmanager
+def _reported(rank: int, count: int) -> Iterator[None]:
+    """A failed exchange as a RankError."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, RankError):
+            raise
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise RankError(
+            f"rank {rank} of {count} lost another rank ({reason}); run the same command again: finished rows are kept"
+        ) from None
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """While ranks meet, gloo listens on the loopback interface alone."""
+    name, value = "GLOO_SOCKET_IFNAME", _LOOPBACK.get(sys.platform)
+    if value is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
