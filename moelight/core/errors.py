@@ -7,6 +7,7 @@
     │   ├── ConfigError          a profile, policy or option holds an impossible or unknown value
     │   ├── CheckpointError      the model on disk is missing, damaged or contradicts its config
     │   ├── BudgetError          the allowed memory is smaller than the least that suffices
+    │   ├── RankError            a process that computes a part of the model has ended
     │   └── InputError           a prompt, message list or sampling field cannot be served
     │       └── StorageError     a disk that is written to is full or fails; exit code 74
     └── ScheduleError            a schedule breaks an invariant: a bug in moelight, never a user error
@@ -46,6 +47,11 @@ class BudgetError(UserError):
         super().__init__(message)
         self.tier = tier
         self.needed_bytes = needed_bytes
+
+
+class RankError(UserError):
+    """A rank, a process that computes a part of the model, has ended. Finished work is kept, so the command can be run
+    again."""
 
 
 class InputError(UserError):

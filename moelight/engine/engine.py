@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from moelight.core.dtypes import DType
-from moelight.core.errors import ConfigError, InputError, MoelightError, did_you_mean
+from moelight.core.errors import ConfigError, InputError, MoelightError, RankError, did_you_mean
 from moelight.core.policy import Adaptation, Policy
 from moelight.core.request import PROMPT_ONLY, Completion, PoolingParams, Request, SamplingParams
 from moelight.core.timeline import Timeline
@@ -242,6 +242,10 @@ class Engine:
         try:
             source = replace(source, source=source.source.joined(self._group.ranks))
             return LeadingRunner(self._group, source, self.policy, self._machine, options.lanes)
+        except RankError as error:
+            lost = self._group.lost(error)
+            self._group.stop()
+            raise lost from None
         except BaseException:
             self._group.stop()
             raise
@@ -409,6 +413,9 @@ class Engine:
         except torch.OutOfMemoryError:
             self._batcher.clear(failed=True)
             raise out_of_device_memory(self._machine, self._device_limit) from None
+        except RankError as error:
+            self._batcher.clear(failed=True)
+            raise error if self._group is None else self._group.lost(error) from None
         except BaseException:
             self._batcher.clear(failed=True)
             raise

@@ -17,9 +17,8 @@ def follow() -> int:
     if task["processors"]:
         os.sched_setaffinity(0, task["processors"])  # before any library starts threads
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from moelight.core.errors import UserError
+    from moelight.core.errors import RankError, UserError
     from moelight.engine.ranks import Follower, RankTask
-    from moelight.kernels.ranks import RankError
 
     try:
         Follower(RankTask(**task)).run()

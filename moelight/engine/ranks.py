@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, RankError
 from moelight.core.policy import Policy, Shares
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan
 from moelight.engine.pass_runner import Choose, PackedPass, PassRunner, PoolHidden, Results, Score
 from moelight.kernels.device import count_of
-from moelight.kernels.ranks import RankError, Ranks
+from moelight.kernels.ranks import Ranks
 from moelight.models.checkpoints import open_model
 from moelight.runtime.context import Chunk
 from moelight.runtime.machine import Machine, find_machine
@@ -40,7 +40,7 @@ from moelight.weights.tensor_map import OpenCheckpoint
 _log = logging.getLogger(__name__)
 AUTO = "auto"
 MAX_RANKS = 64
-_END_S = 10.0
+_END_S, _NOTICED_S = 10.0, 1.0
 Message = dict[str, Any]
 
 
@@ -115,6 +115,17 @@ class RankGroup:
     def tell(self, **message: Any) -> None:
         """Send ``message`` to all other ranks."""
         self.ranks.tell(json.dumps(message).encode())
+
+    def lost(self, error: RankError) -> RankError:
+        """``error`` as the rank that has ended, if one of these has."""
+        count = len(self._processes) + 1
+        for rank, process in enumerate(self._processes, 1):
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(_NOTICED_S)
+                reason = f"by signal {-code}" if code < 0 else f"with exit code {code}, and said why above"
+                error = RankError(f"rank {rank} of {count} ended {reason}")
+                break
+        return RankError(f"{error}; run the same command again: finished rows are kept")
 
     def stop(self) -> None:
         """End the other ranks; this process may use its cores again."""

@@ -17,16 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from moelight.core.errors import MoelightError
+from moelight.core.errors import RankError
 from moelight.kernels.device import Device
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _MEETING = timedelta(minutes=5)
 _PATIENCE = timedelta(days=365)  # a rank waits for the next pass as long as nothing is asked of it; an end is noticed
-
-
-class RankError(MoelightError):
-    """A rank has ended, or cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +109,8 @@ def _reported(rank: int, count: int) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, RankError):
             raise
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-        raise RankError(
-            f"rank {rank} of {count} lost another rank ({reason}); run the same command again: finished rows are kept"
-        ) from None
+        lines = str(error).split("This is typically")[0].strip().splitlines() or [type(error).__name__]
+        raise RankError(f"rank {rank} of {count} reaches another one no more: {lines[0][-200:]}") from None
 
 
 @contextmanager
