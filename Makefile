@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt csrc/CMakeLists.txt csrc/native.cmake c
 # Byte code is written once, not compiled anew in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm images transcript bench-kernels soak gpu gpu-wheels wheels shown notebooks docs site check format size clean
+.PHONY: help demo native test thorough compiled real large transformers families test-hostile test-crash test-crash-ray coverage sanitize tokenizers gguf gguf-peer arm images transcript bench-kernels guard soak gpu gpu-wheels wheels shown notebooks docs site check format size clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -176,6 +176,9 @@ transcript: $(STAMP)  ## do in such a root, as a new user and with a wheel of ma
 
 bench-kernels: $(STAMP)  ## measure every kernel of the CPU, and write benchmarks/results/kernels_MACHINE_DATE; ARGS
 	$(BIN)/python benchmarks/kernels.py --rounds 5 --out benchmarks/results $(ARGS)
+
+guard: $(STAMP)  ## hold the processor time of six paths against what benchmarks/guard.json has for this core; busy machines will do
+	$(BIN)/python benchmarks/kernels.py --guard $(ARGS)
 
 HOURS ?= 1
 soak: $(STAMP)  ## hours of jobs, kills, full disks and a second tenant: memory stays flat, no row is lost; HOURS=0.05; no part of CI

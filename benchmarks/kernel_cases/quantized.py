@@ -155,7 +155,7 @@ def _bytes(stored: Format, layer: Layer) -> int:
 
 def _ours(stored: Format, layer: Layer, setting: Setting, activations: str, *, turned: bool = False) -> Timed:
     sets, out = sets_for(_bytes(stored, layer), setting.gib), torch.empty_like(layer.x)
-    layers = [[_matrices(stored, layer.count, *side) for side in _sides(layer)] for _ in range(sets)]
+    layers = [[random_matrices(stored, layer.count, *side) for side in _sides(layer)] for _ in range(sets)]
     if turned:
         layers = [[[repacked(item) for item in side] for side in sides] for sides in layers]
     turn = turns(sets)
@@ -187,7 +187,7 @@ def _constant(stored: Format, suffix: str, part: TensorSpec) -> Tensor | None:
     return exponent.view(torch.float8_e4m3fn) if part.dtypes[0] == "F8_E4M3" else exponent
 
 
-def _matrices(stored: Format, count: int, rows: int, columns: int) -> list[Matrix[Tensor]]:
+def random_matrices(stored: Format, count: int, rows: int, columns: int) -> list[Matrix[Tensor]]:
     """Of random codes, and of scales that make numbers of about 0.02."""
     parts = {part.suffix: part for part in stored.tensors(rows, columns) if part.suffix in stored.names}
     result: dict[str, Tensor] = {}
