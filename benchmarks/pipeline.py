@@ -96,13 +96,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--disk-orders",
         nargs="+",
         default=disk.ORDERS,
-        help="the first is held against the others; planned: the plan's",
+        help="the first is held against the others; planned: the plan's; before: that of the checkout --before names",
     )
     parser.add_argument(
         "--disk-experts",
         nargs="+",
         default=["bf16"],
-        help="forms of the big model: bf16, what `moelight convert --experts` takes, types of GGUF files",
+        help="forms of the big model: bf16, what `moelight convert --experts` takes, types of GGUF files; or drawn: nvfp4, "
+        "gptq, awq, mlx, nf4",
     )
     parser.add_argument(
         "--disk-activations", nargs="+", choices=ACTIVATIONS, default=["auto"], help="of forms other than bf16"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from peers.common import agree, fed_forward, random_huge, sets_for, turns
+from peers.common import agree, fed_forward, sets_for, turns
+from runner.drawn import drawn
 from torch import Tensor
 
 from kernel_cases.experts import Layer
@@ -14,7 +15,7 @@ from kernel_cases.setting import Setting, here
 from kernel_cases.turns import Case, Contender, Timed
 from moelight.formats.awq import awq
 from moelight.formats.bitsandbytes import bitsandbytes
-from moelight.formats.format import Format, TensorSpec
+from moelight.formats.format import Format
 from moelight.formats.fp8 import fp8
 from moelight.formats.ggml import ggml_format
 from moelight.formats.gptq import gptq
@@ -89,20 +90,6 @@ INTEGERS = (
     (ggml_format("Q6_K"), 1.5, 1.5),
     (mxfp4(("_blocks", "_scales")), 3.0, 1.5),
 )
-# Bytes of a block at which its float16 scales begin.
-_HALVES = {
-    **dict.fromkeys(("Q4_0", "Q8_0", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S"), (0,)),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ1_M": (),
-    "TQ2_0": (64,),
-    "TQ1_0": (52,),
-}
-_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Scales, and numbers beside them, that make numbers of about 0.02; of the other formats scales of 0.002.
-_SCALES = {"bitsandbytes": 0.02}
-_BESIDE = {"nvfp4": 51200.0, "mlx": -0.015}
 FEW_SHARE = 0.8  # of its own read roof, with few rows
 
 
@@ -174,43 +161,10 @@ def _ours(stored: Format, layer: Layer, setting: Setting, activations: str, *, t
     return timed
 
 
-def _constant(stored: Format, suffix: str, part: TensorSpec) -> Tensor | None:
-    """The number that all scales are, or all those that go with them; None for other tensors."""
-    if stored.key == "ggml" or suffix == stored.names[0]:
-        return None
-    number = _SCALES.get(stored.key, 0.002) if suffix == stored.names[1] else _BESIDE.get(stored.key)
-    if part.dtypes[0] in _FLOATS:
-        return None if number is None else torch.tensor(number, dtype=_FLOATS[part.dtypes[0]])
-    exponent = torch.tensor(120, dtype=torch.uint8)  # 2^-7, in E4M3 256
-    if suffix != stored.names[1]:
-        return None
-    return exponent.view(torch.float8_e4m3fn) if part.dtypes[0] == "F8_E4M3" else exponent
-
-
 def random_matrices(stored: Format, count: int, rows: int, columns: int) -> list[Matrix[Tensor]]:
     """Of random codes, and of scales that make numbers of about 0.02."""
-    parts = {part.suffix: part for part in stored.tensors(rows, columns) if part.suffix in stored.names}
-    result: dict[str, Tensor] = {}
-    for suffix, part in parts.items():
-        nbytes = count * part.nbytes
-        if (value := _constant(stored, suffix, part)) is not None:
-            result[suffix] = value.expand(count, *part.shape).contiguous()
-            continue
-        codes = random_huge((nbytes,), torch.uint8)
-        if stored.key == "ggml":
-            blocks = codes.view(-1, stored.block_bytes)
-            for at in _HALVES[stored.name]:
-                blocks[:, at : at + 2] = torch.tensor([0.0002], dtype=torch.float16).view(torch.uint8)
-            if stored.name == "IQ1_M":  # four bits of the scale are in every other byte
-                blocks[:, 49::2] = (blocks[:, 49::2] & 15) | torch.tensor([0, 128, 0, 16], dtype=torch.uint8)
-        elif part.dtypes[0] == "F8_E4M3":
-            codes &= 0xB7  # no number above 2^-1 or so, and no NaN
-        result[suffix] = codes.view(torch.int32) if part.dtypes[0] in ("I32", "U32") else codes
-        result[suffix] = result[suffix].view(count, *part.shape)
-        views = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
-        if part.dtypes[0] in views:
-            result[suffix] = result[suffix].view(views[part.dtypes[0]])
+    tensors = drawn(stored, count, rows, columns)
     return [
-        Matrix(stored=stored, rows=rows, columns=columns, tensors={key: item[e] for key, item in result.items()})
+        Matrix(stored=stored, rows=rows, columns=columns, tensors={key: item[e] for key, item in tensors.items()})
         for e in range(count)
     ]

@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner.contestants import GGUF, WHOLE, EndedError, Work, gguf, random_work
+from runner.contestants import BEFORE, GGUF, OURS, WHOLE, EndedError, Work, gguf, random_work
 from runner.disk import direct_rate
+from runner.drawn import CONFIGS, drawn_checkpoint
 from runner.forms import converted
 from runner.limits import measure_base
 from runner.run import in_rounds
@@ -30,9 +31,10 @@ from pipeline_sections.setting import Setting, limits_memory, started, why_absen
 ORDERS = ("cgopipe", "flexgen", "flexgen-loop", "serial")
 PLANNED = "planned"  # in place of an order: the plan's own
 GRAPH = "graph"  # the same, the model run as transformers' module graph
+AS_PLANNED = (PLANNED, GRAPH, BEFORE)  # the last in the checkout that --before names
 PEERS = ("accelerate-grouped_mm", "accelerate-eager", "llamacpp")
 PLAN_SLACK = 1.05
-CONVERTED = ("int4", "int8", "mxfp4", "fp8")  # other forms are types of GGUF files
+CONVERTED = ("int4", "int8", "mxfp4", "fp8")  # other forms are drawn, or types of GGUF files
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def _orders(setting: Setting, work: Work, files: list[Path], limit: int, memory:
 def _form(setting: Setting, work: Work, kind: str, limit: int, memory: int) -> list[dict[str, Any]]:
     """The model in the form ``kind`` in the first order, at every batch size. Its files lie beside the model."""
     model = setting.big
-    path = converted(model, kind, model.parent) if kind in CONVERTED else gguf(model, kind)
+    path = _in_form(model, kind)
     if not path.exists():
         return [
             {"experts": kind, "absent": f"no {path.name} beside the checkpoint; quality.py --sections files makes it"}
@@ -96,6 +98,12 @@ def _form(setting: Setting, work: Work, kind: str, limit: int, memory: int) -> l
         for activations in setting.options["disk_activations"]
         for batch in work.batches
     ]
+
+
+def _in_form(model: Path, kind: str) -> Path:
+    if kind in CONVERTED:
+        return converted(model, kind, model.parent)
+    return drawn_checkpoint(model, kind) if kind in CONFIGS else gguf(model, kind)
 
 
 def _work(setting: Setting, batches: list[int], new: int) -> Work:
@@ -113,9 +121,9 @@ def measured(
     row: dict[str, Any] = {"order": order, "batch": batch}
     alone = replace(work, batches=[batch], prompts=work.prompts[:batch], new_tokens=work.new_tokens[:batch])
     before = direct_rate(files)
-    fixed = {} if order in (PLANNED, GRAPH) else {"schedule": order}
+    fixed = {} if order in AS_PLANNED else {"schedule": order}
     options = {"host_memory": memory, "batch_size": batch, "watch": True, **fixed, **more}
-    with started(f"moelight-{order}", setting, alone, limit=limit, **options) as one:
+    with started(BEFORE if order == BEFORE else f"{OURS}-{order}", setting, alone, limit=limit, **options) as one:
         if isinstance(one, str):
             return row | {"absent": one}
         result = one.generate(batch)

@@ -1,4 +1,5 @@
-"""What is lost around the work at batch 64, resident: time in which no lane works, and the idle of the lane that binds.
+"""What is lost around the work at batch 64, resident: time in which no lane works, and the idle of the lane that binds;
+with ``--before``, the same of that checkout, in turns.
 
 Work is what runs inside of tasks. The share of time in which no lane has a task is building and walking schedules and
 bookkeeping.
@@ -10,11 +11,11 @@ import statistics
 from typing import Any
 
 from e2e import ROOF_GIB, bound_s
-from runner.contestants import random_work, take_turns
+from runner.contestants import BEFORE, OURS, all_of, random_work, take_turns
 from runner.lanes import binding
 from runner.roofs import Roofs
 
-from pipeline_sections.setting import Setting, started
+from pipeline_sections.setting import Setting
 
 BATCH = 64
 
@@ -23,18 +24,18 @@ def run(setting: Setting) -> dict[str, Any]:
     """Every resident model."""
     rows = []
     roofs = Roofs(ROOF_GIB, setting.threads)
+    names = [OURS, BEFORE] if setting.places.before else [OURS]
     for model in setting.models:
         work = random_work(model, [128] * BATCH, [32] * BATCH, [BATCH], setting.threads)
-        with started("moelight", setting, work, warm=True, watch=True) as one:
-            if isinstance(one, str):
-                rows.append({"model": model.name, "absent": one})
-                continue
+        with all_of(names, setting.places, work, setting.scratch, warm=True, options={"watch": True}) as alive:
             roofs.measure()
-            take_turns([one], work, setting.rounds)
+            take_turns(alive, work, setting.rounds)
             roofs.measure()
         roof = roofs.figures()
-        turns = one.samples.turns[BATCH]
-        rows.append(_row(turns, bound_s(work, BATCH, roof), work.tokens(BATCH)) | {"model": model.name, "roof": roof})
+        ours, *others = [one.samples.turns[BATCH] for one in alive]
+        rows.append(_row(ours, bound_s(work, BATCH, roof), work.tokens(BATCH)) | {"model": model.name, "roof": roof})
+        if others:
+            rows[-1][BEFORE] = _beside(others[0], ours)
         print_row(rows[-1])
     return {"rows": rows}
 
@@ -55,6 +56,16 @@ def _row(turns: list[dict[str, Any]], bound: float, tokens: int) -> dict[str, An
     }
 
 
+def _beside(turns: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many times faster ours is than another checkout whose turns are given, and whether tokens are equal."""
+    pairs = list(zip(turns, ours, strict=True))
+    return {
+        "ratio": statistics.median(other["seconds"] / one["seconds"] for other, one in pairs),
+        "overhead_share": statistics.median(turn["python_share"] for turn in turns),
+        "same_tokens": all(other["ids"] == one["ids"] for other, one in pairs),
+    }
+
+
 def print_row(row: dict[str, Any]) -> None:
     """One line."""
     decoding = row["binding_idle_share_decoding"]
@@ -63,4 +74,5 @@ def print_row(row: dict[str, Any]) -> None:
         f"lane {row['binding']} idle {row['binding_idle_share']:.2%}"
         + ("" if decoding is None else f" ({decoding:.2%} while decoding)")
         + f"; {row['tokens_per_s']:.1f} tok/s, {row['roof_share']:.0%} of the roof"
+        + ("" if BEFORE not in row else f"; {row[BEFORE]['ratio']:.3f} x before")
     )

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -195,14 +195,16 @@ def all_of(
     scratch: Path,
     *,
     absent: dict[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
     **task: Any,
 ) -> Iterator[list[Contestant]]:
     """Contestants loaded one after the other, together in memory until the block is left; who cannot load is said, left
-    out, and in ``absent`` with its own last words."""
+    out, and in ``absent`` with its own last words. All get ``options``."""
     alive: list[Contestant] = []
     try:
         for name in names:
-            one = Contestant(name, places, work, scratch, options=places.options(name, work.model), **task)
+            extra = places.options(name, work.model) | dict(options or {})
+            one = Contestant(name, places, work, scratch, options=extra, **task)
             try:
                 one.wait()
             except EndedError as ended:
