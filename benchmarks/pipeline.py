@@ -1,7 +1,7 @@
 """CGOPipe at the roof: whether the link that binds ever waits, on a machine without a GPU, beside orders and peers.
 
-    python benchmarks/pipeline.py [--sections disk ring refill memory overhead long drafts gains] [--models DIR DIR]
-        [--big DIR] [--ring DIR] [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
+    python benchmarks/pipeline.py [--sections SECTION ...] [--models DIR DIR] [--big DIR] [--ring DIR]
+        [--hf-python P] [--vllm-python P] [--openvino-python P] [--llamacpp DIR]
 
     disk      a model three times the memory it is given: the disk's busy share and rate against plain direct reads;
               orders of work; the model in fewer bytes (--disk-experts int4 Q4_K_M); accelerate's disk offload and
@@ -15,6 +15,7 @@
     drafts    speculative decoding on and off: work that copies its prompt, and prose, and their last rows; bound by a
               disk, and resident
     gains     what K drafts gain at a set acceptance, measured and predicted
+    ranks     a rank for each thread beside one process with all of them, resident
     budget    the peak of resident memory of `moelight generate --host-memory`, beside what it was allowed
 
 Every section measures its roof in the same run. Models that are not given are made in --scratch (2 x 1.8 GB; 6.6 and
@@ -30,7 +31,7 @@ from typing import Any
 
 from e2e import MODELS
 from make_checkpoint import make_shape
-from pipeline_sections import budget, disk, draft_gains, drafts, figure, long, overhead, refill, resident, ring
+from pipeline_sections import budget, disk, draft_gains, drafts, figure, long, overhead, ranks, refill, resident, ring
 from pipeline_sections.setting import Setting
 from runner.contestants import add_places, places_of
 from runner.run import add_sections, run, run_sections
@@ -48,6 +49,7 @@ SECTIONS = {
     "budget": budget.run,
     "drafts": drafts.run,
     "gains": draft_gains.run,
+    "ranks": ranks.run,
 }
 BIG, RING = "mixtral-6g", "mixtral-6g-9l"
 
@@ -102,8 +104,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--disk-experts",
         nargs="+",
         default=["bf16"],
-        help="forms of the big model: bf16, what `moelight convert --experts` takes, types of GGUF files; or drawn: nvfp4, "
-        "gptq, awq, mlx, nf4",
+        help="forms of the big model: bf16, what `moelight convert --experts` takes, types of GGUF files; or drawn: "
+        "nvfp4, gptq, awq, mlx, nf4",
     )
     parser.add_argument(
         "--disk-activations", nargs="+", choices=ACTIVATIONS, default=["auto"], help="of forms other than bf16"

@@ -30,6 +30,7 @@ from moelight.engine.engine import requests_from
 from moelight.engine.options import EngineOptions
 from moelight.engine.output_processor import OutputProcessor
 from moelight.engine.planning import plan_for
+from moelight.engine.ranks import count_ranks, open_for
 from moelight.models import checkpoints
 from moelight.runtime.machine import find_machine
 from moelight.runtime.measure import current_rss_bytes, peak_rss_bytes
@@ -100,7 +101,8 @@ def _engine(task: Task) -> Engine:
     options = task.options
     if task.mode == "graph":
         checkpoints.FAMILIES = {}
-    source = checkpoints.open_model(task.model)
+    tp = options.get("tp", "1")
+    source = open_for(str(task.model), count_ranks(tp, "cpu"))
     memory = options.get("host_memory")
     plan = plan_for(
         task.model,
@@ -110,12 +112,13 @@ def _engine(task: Task) -> Engine:
             host_memory=None if memory is None else parse_bytes(str(memory)),
             batch_size=options.get("batch_size"),
             activations=INT8 if task.mode == INT8 else options.get("activations"),
+            tp=tp,
         ),
         workload,
     )
     changes = {name: options[name] for name in ("schedule", "admission") if name in options}
     policy = replace(plan.policy, **changes) if changes else plan
-    how: dict[str, Any] = {"speculate": options.get("speculate", "off")}
+    how: dict[str, Any] = {"speculate": options.get("speculate", "off"), "tp": tp}
     if settings := options.get("drafts"):
         how["num_speculative_tokens"] = max(count for count, _ in settings)
     return Engine(policy, device="cpu", source=source, prefix_caching=False, **how)  # rounds have the same prompts
