@@ -1,6 +1,6 @@
 """The same cases in another checkout of moelight, in turns with this one, each in a process of its own.
 
-Both measure with their own benchmark. Contenders that go by the same name there and here are compared by the least of
+Both measure with their own benchmark. Contenders that go by the same name in both checkouts are compared by the least of
 their milliseconds over rounds: processes differ by more than kernels do in where their memory lies.
 """
 
@@ -54,21 +54,21 @@ def compare(cases: list[str], before: Path, rounds: int, options: list[str]) -> 
         for _, order in in_rounds([now, other], rounds):
             for checkout in order:
                 checkout.measure(case, options)
-        for (name, who), here in now.samples.items():
-            there = other.samples.get((name, who), [])
-            if name == case and there:
-                rows.append(_row(case, who, here, there))
+        for (name, who), present in now.samples.items():
+            earlier = other.samples.get((name, who), [])
+            if name == case and earlier:
+                rows.append(_row(case, who, present, earlier))
                 print(_line(rows[-1]), flush=True)
     return rows
 
 
-def _row(case: str, who: str, here: list[float], there: list[float]) -> dict[str, Any]:
-    ratio = min(there) / min(here)
+def _row(case: str, who: str, present: list[float], earlier: list[float]) -> dict[str, Any]:
+    ratio = min(earlier) / min(present)
     return {
         "case": case,
         "who": who,
-        "ms": here,
-        "before_ms": there,
+        "ms": present,
+        "before_ms": earlier,
         "ratio": ratio,
         "below": [f"ratio < {SLOWER}"] if ratio < SLOWER else [],
     }
