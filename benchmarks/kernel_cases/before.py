@@ -1,7 +1,7 @@
 """The same cases in another checkout of moelight, in turns with this one, each in a process of its own.
 
-Both measure with their own benchmark. Contenders that go by the same name in both checkouts are compared by the least of
-their milliseconds over rounds: processes differ by more than kernels do in where their memory lies.
+Both measure with their own benchmark. Contenders of one name are compared by the least of their milliseconds over
+rounds: processes differ by more than kernels do in where their memory lies.
 """
 
 from __future__ import annotations
