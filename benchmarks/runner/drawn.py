@@ -63,6 +63,10 @@ def drawn(stored: Format, count: int, rows: int, columns: int) -> dict[str, Tens
         suffix = part.suffix
         if suffix not in stored.names:
             continue
+        if stored.order and suffix == stored.names[-1]:  # the group of each column: they are in order
+            groups = torch.arange(columns, dtype=torch.int32) // stored.group
+            result[suffix] = groups.expand(count, columns).contiguous()
+            continue
         if (value := _constant(stored, suffix, part)) is not None:
             result[suffix] = value.expand(count, *part.shape).contiguous()
             continue
