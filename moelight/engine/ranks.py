@@ -15,7 +15,7 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -238,9 +238,9 @@ class LeadingRunner(PassRunner):
 
 
 def _message_of(chunk: Chunk) -> Message:
-    values = {name: getattr(chunk, name) for name in ("start", "slot", "samples", "decodes", "first_scored", "reaches")}
-    lists = {name: list(map(int, getattr(chunk, name))) for name in ("token_ids", "blocks", "targets")}
-    return {**values, **lists, "pooled": [chunk.pooled.start, chunk.pooled.stop]}
+    values = {field.name: getattr(chunk, field.name) for field in fields(chunk)}
+    numbered = {name: value if isinstance(value, int) else list(map(int, value)) for name, value in values.items()}
+    return {**numbered, "pooled": [chunk.pooled.start, chunk.pooled.stop]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
