@@ -42,7 +42,7 @@ class Step:
 STEPS = (
     Step(
         name="Install the wheel without a compiler",
-        commands=("python3 -m venv ~/.venv", "~/.venv/bin/pip install '/srv/wheels/WHEEL[graph]'"),
+        commands=("python3 -m venv ~/.venv", "~/.venv/bin/pip install '/srv/wheels/NAME.whl[graph]'"),
     ),
     Step(
         name="Clone, and see the first answers",
@@ -52,7 +52,7 @@ STEPS = (
     Step(
         name="Interrupt a job of one's own file, and go on",
         commands=(
-            "timeout --signal=INT 25 moelight generate mine.jsonl -o answers.jsonl",
+            "timeout --signal=INT 30 moelight generate mine.jsonl -o answers.jsonl",
             "moelight generate mine.jsonl -o answers.jsonl",
         ),
         codes=(124, 0),
@@ -136,7 +136,7 @@ def _prepare(builder: Builder, wheel: Path) -> Setting:
 def _take(builder: Builder, user: Setting, step: Step, wheel: Path) -> tuple[Taken, ...]:
     print(f"## {step.name}", flush=True)
     result = []
-    commands = [command.replace("WHEEL", wheel.name) for command in step.commands]
+    commands = [command.replace("NAME.whl", wheel.name) for command in step.commands]
     for command, wanted in zip(commands, step.codes, strict=False):
         began = time.monotonic()
         output = builder.run(user, ["/bin/sh", "-c", f"{{ {command}; }} 2>&1; echo code $?"])
