@@ -1,10 +1,12 @@
 """What a new user does first, in a root of Debian's packages without a compiler, with times: `make transcript`.
 
-    python -m tests.first_use [--wheels dist] [--compiler] [--out FILE.md] [--share PATH ...] [--env NAME=VALUE ...]
+    python -m tests.first_use [--wheels dist] [--gguf FILE] [--compiler] [--out FILE.md] [--share PATH ...]
+        [--env NAME=VALUE ...]
 
-Needs what `tests.images` needs, and the wheel of `make wheels`. The root is made anew in build/images. ``--compiler``
-also installs a compiler at the end, and takes the first step again without a wheel. The last line is JSON: seconds by
-step, and the exit code is 1 where a command failed.
+Needs what `tests.images` needs, and the wheel of `make wheels`. The root is made anew in build/images. ``--gguf`` is a
+file that is run, too, such as those that `make real` fetches; ``--compiler`` installs a compiler at the end, and runs
+`make demo` once more without a wheel. The last line is JSON: seconds by step, and the exit code is 1 where a command
+failed.
 """
 
 from __future__ import annotations
@@ -58,16 +60,13 @@ STEPS = (
         codes=(124, 0),
     ),
     Step(
-        name="Run a GGUF file",
-        commands=(
-            "moelight convert demo demo.gguf --to gguf --type Q8_0",
-            "moelight generate moelight/examples/prompts.jsonl --model demo.gguf --show",
-        ),
-    ),
-    Step(
         name="Which machine should I rent?",
         commands=("moelight optimize --hw rtx3090,rtx4090,l4,a100-80g,cpu-avx2 --model mixtral",),
     ),
+)
+GGUF_STEP = Step(
+    name="Run a GGUF file",
+    commands=("moelight generate moelight/examples/prompts.jsonl --model /srv/model.gguf --max-tokens 16 --show",),
 )
 BUILT_STEP = Step(
     name="The first answers without a wheel, with a compiler",
@@ -84,7 +83,11 @@ def main() -> int:
     env = dict(one.split("=", 1) for one in args.env)
     builder = Builder({}, {}, {"DEBIAN_FRONTEND": "noninteractive", **env}, args.share)
     user = _prepare(builder, wheel)
-    taken = {step.name: _take(builder, user, step, wheel) for step in STEPS}
+    steps = STEPS
+    if args.gguf is not None:
+        shutil.copy(args.gguf, user.root / "srv" / "model.gguf")
+        steps = (*STEPS, GGUF_STEP)
+    taken = {step.name: _take(builder, user, step, wheel) for step in steps}
     if args.compiler:
         builder.run(replace(user, user="root"), ["/bin/sh", "-c", f"apt-get install --yes -q=2 {COMPILER}"])
         taken[BUILT_STEP.name] = _take(builder, user, BUILT_STEP, wheel)
@@ -161,6 +164,7 @@ def _markdown(taken: dict[str, tuple[Taken, ...]]) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, default=HERE / "dist", help="where make wheels left them")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="run this file, too")
     parser.add_argument("--compiler", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the transcript to this file")
     parser.add_argument("--share", type=Path, action="append", default=[], metavar="PATH")
