@@ -64,7 +64,7 @@ COMPUTED = {
     ModelProfile: (
         "name model_type num_layers hidden_size vocab_size max_positions norm_eps tie_embeddings dtype attention "
         "router experts moe_layers dense_intermediate_size names layers tensors "
-        "page_tensors stored by_length"
+        "page_tensors stored by_length ranks head_ranks"
     ),
 }
 
