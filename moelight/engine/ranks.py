@@ -27,7 +27,7 @@ from moelight.core.errors import ConfigError, RankError
 from moelight.core.policy import Policy, Shares
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan
-from moelight.engine.pass_runner import Choose, PackedPass, PassRunner, PoolHidden, Results, Score
+from moelight.engine.pass_runner import PackedPass, PassRunner, Results
 from moelight.kernels.device import count_of
 from moelight.kernels.ranks import Ranks
 from moelight.models.checkpoints import open_model
@@ -109,6 +109,9 @@ class RankGroup:
             ranks = Ranks.join(0, count, machine.device, meeting)
         except BaseException:
             _end(processes, 0.0)
+            scratch.cleanup()
+            if restore is not None:
+                bind(sorted(restore))
             raise
         return cls(ranks, processes, scratch, restore)
 
@@ -205,27 +208,19 @@ class LeadingRunner(PassRunner):
         self._group.tell(do="pack", loads=loads)
         return packed
 
-    def launch(
-        self,
-        packed: PackedPass,
-        choose: Choose,
-        score: Score | None = None,
-        pool_hidden: PoolHidden | None = None,
-        *,
-        follows: bool,
-        captures_routing: bool = False,
+    def launch_with(
+        self, packed: PackedPass, results: Results, *, follows: bool, captures_routing: bool = False
     ) -> PackedPass:
-        ranks = self._group.ranks
+        ranks, (sample, score, pool_hidden) = self._group.ranks, results
         self._group.tell(do="launch", follows=follows)
 
-        def choose_for_all(rows: Any, logits: Tensor) -> Tensor:
-            tokens = choose(rows, logits).contiguous()
+        def sample_for_all(j: int, first: int, logits: Tensor) -> Tensor:
+            tokens = sample(j, first, logits).contiguous()
             ranks.share_(tokens)
             return tokens
 
-        return super().launch(
-            packed, choose_for_all, score, pool_hidden, follows=follows, captures_routing=captures_routing
-        )
+        shared = sample_for_all, score, pool_hidden
+        return super().launch_with(packed, shared, follows=follows, captures_routing=captures_routing)
 
     def land(self, launched: PackedPass) -> tuple[Timeline, list[list[int]]]:
         self._group.tell(do="land")
