@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -121,22 +122,23 @@ class PagedFusedExperts(PagedExpertModule):
         with torch.no_grad(), self.pager.turn(self.number) as turn:
             turn.need(as_array(ids, np.int64), as_array(weights, np.float32))
             self._look_ahead(turn, states)
-            compute = self._one_by_one if way in ("eager", None) else self._together
+            apart = bool(turn.in_place) and not on_host(states)  # some experts of the loop are not on its device
+            compute = self._one_by_one if way in ("eager", None) and not apart else self._together
             output = compute(turn, states, ids, weights)
         return _not_trainable(output, states)
 
     def _one_by_one(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The class's own loop looks up one expert after the other."""
-        tensors = {piece.name: _Lookup(turn, piece, self.pager.slots) for piece in self.layer.pieces}
+        tensors = {piece.name: _Lookup(turn, piece, self.pager.slots.device) for piece in self.layer.pieces}
         stand_in = self._stand_in(tensors, self.layer.num_experts)
         return type(self.layer.experts).forward(stand_in, states, ids, weights)
 
     def _together(self, turn: Turn, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Grouped or batched products over the experts that are ready, then over those that have arrived meanwhile."""
         tokens, k = ids.shape
-        outputs: Tensor | None = None
         flat, together = ids.reshape(-1), not on_host(states)
         forward = type(self.layer.experts).forward
+        outputs = self._in_place(turn, states, flat, k)
         for ready in turn.arriving(together=together):
             for first, last, slots in self._calls(ready, together=together):
                 table = torch.full((self.layer.num_experts,), -1, dtype=torch.int64)
@@ -156,6 +158,26 @@ class PagedFusedExperts(PagedExpertModule):
         weighted = outputs * weights.reshape(-1, 1)
         return weighted.view(tokens, k, -1).sum(dim=1).to(states.dtype)
 
+    def _in_place(self, turn: Turn, states: Tensor, flat: Tensor, k: int) -> Tensor | None:
+        """Outputs [T * k, H], so far of the experts computed where they are stored; None if there are none. Pages and
+        products of the other experts go on meanwhile."""
+        if not turn.in_place:
+            return None
+        host_states, host_ids = states.cpu(), flat.cpu()
+        outputs: Tensor | None = None
+        for expert, page in turn.in_place.items():
+            pairs = (host_ids == expert).nonzero().view(-1)
+            tensors = {piece.name: piece.of(page).unsqueeze(0) for piece in self.layer.pieces}
+            rows = host_states[pairs // k]
+            first, ones = pairs.new_zeros(len(rows), 1), rows.new_ones(len(rows), 1)
+            began = time.perf_counter()
+            part = type(self.layer.experts).forward(self._stand_in(tensors, 1, host=True), rows, first, ones)
+            turn.note_computed(len(rows), time.perf_counter() - began)
+            if outputs is None:
+                outputs = states.new_empty(len(flat), part.shape[-1], dtype=part.dtype)
+            outputs[pairs.to(outputs.device)] = part.to(outputs.device)
+        return outputs
+
     def _calls(self, ready: Slots, *, together: bool) -> list[tuple[int, int, Slots]]:
         """``(first slot, last slot + 1, experts)`` of each product."""
         low, high = min(ready.values()), max(ready.values()) + 1
@@ -167,10 +189,14 @@ class PagedFusedExperts(PagedExpertModule):
             windows.setdefault(slot // size, {})[expert] = slot
         return [(min(part.values()), max(part.values()) + 1, part) for part in windows.values()]
 
-    def _stand_in(self, tensors: dict[str, Any], num_experts: int) -> nn.Module:
-        """Copy of the experts' module with other tensors and number of experts."""
+    def _stand_in(self, tensors: dict[str, Any], num_experts: int, *, host: bool = False) -> nn.Module:
+        """Copy of the experts' module with other tensors and number of experts; ``host``: all in host memory."""
         stand_in = copy.copy(self.layer.experts)
-        others = {name: value for name, value in self.layer.experts._parameters.items() if name not in tensors}
+        others: dict[str, Any] = {
+            name: _to_host(value) if host else value
+            for name, value in self.layer.experts._parameters.items()
+            if name not in tensors
+        }
         stand_in.__dict__.update(tensors, _parameters=others, num_experts=num_experts)
         return stand_in
 
@@ -178,12 +204,16 @@ class PagedFusedExperts(PagedExpertModule):
 class _Lookup:
     """A tensor over experts of which only the experts looked up are transferred."""
 
-    def __init__(self, turn: Turn, piece: TensorSlice, slots: Tensor) -> None:
-        self._turn, self._piece, self._slots = turn, piece, slots
-        self.dtype, self.device = piece.dtype, slots.device
+    def __init__(self, turn: Turn, piece: TensorSlice, device: torch.device) -> None:
+        self._turn, self._piece = turn, piece
+        self.dtype, self.device = piece.dtype, device
 
     def __getitem__(self, expert: Tensor | int) -> Tensor:
-        return self._piece.of(self._slots[self._turn.slot(int(expert))])
+        return self._piece.of(self._turn.page(int(expert)))
+
+
+def _to_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 class PagedExpertList(PagedExpertModule):
@@ -236,12 +266,19 @@ class PagedExpertList(PagedExpertModule):
             if not turn.has(expert):
                 shape = (len(states), 1)
                 turn.need(np.full(shape, expert, dtype=np.int64), np.ones(shape, dtype=np.float32))
-            page = self.pager.slots[turn.slot(expert)]
+            page = turn.page(expert)
             away = [held.owner._parameters[held.key] for held in owned]
             for held in owned:
                 held.owner._parameters[held.key] = held.piece.of(page)  # type: ignore[assignment]  # a view of the slot
             try:
-                return forward(states, *args, **kwargs)
+                if expert not in turn.in_place:
+                    return forward(states, *args, **kwargs)
+                host_args = [_to_host(value) for value in (states, *args)]
+                host_kwargs = {name: _to_host(value) for name, value in kwargs.items()}
+                began = time.perf_counter()
+                output = forward(*host_args, **host_kwargs)
+                turn.note_computed(len(states), time.perf_counter() - began)
+                return output.to(states.device)
             finally:
                 for held, placeholder in zip(owned, away, strict=True):
                     held.owner._parameters[held.key] = placeholder

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.schedule import Page
 from moelight.core.units import align_up, format_bytes, parse_bytes
-from moelight.experts.policy import DEFAULT_POLICY, STRATEGIES, Capacity, ExpertPolicy
+from moelight.experts.policy import DEFAULT_POLICY, MODES, STRATEGIES, Capacity, ExpertPolicy
 from moelight.experts.profile import facts_of_model, load_profile
 from moelight.experts.sizing import RESERVE_BYTES, Status, plan_slots
 from moelight.integrations.layers import (
@@ -188,8 +188,9 @@ def attach(
     """Page the experts of ``model``, a transformers MoE model for inference.
 
     Beside the compute unit there are as many slots as the policy's capacity, and 4 more (`STAGED`), through which
-    experts without a slot are streamed. All other experts are offloaded. ``model.generate`` and the model itself work
-    as before and give the same tokens.
+    experts without a slot are streamed, or, where the policy's ``mode`` says so, computed from host memory. All other
+    experts are offloaded. ``model.generate`` and the model itself work as before and give the same tokens, on a GPU
+    beside the CPU up to rounding.
 
     Args:
         model: in float32, bfloat16, float16 or float64, its experts on one device, or offloaded by accelerate and
@@ -223,6 +224,7 @@ def auto_attach(
     memory: int | str | None = None,
     prefetch: str | None = None,
     warm_pin: int | None = None,
+    mode: str = "gpu_only",
     device: str | torch.device | None = None,
     dtype: str = "auto",
     home: str | None = None,
@@ -240,24 +242,28 @@ def auto_attach(
         prefetch: the strategy by which experts are prefetched (``strategy`` of the policy language); by default by the
             next layer's router, or by the tokens before where there is none, and ``none`` if all experts have slots.
         warm_pin: accesses after which the busiest resident experts are pinned; by default none are.
+        mode: where a missing expert is computed (``mode`` of the policy language).
         device: as in `attach`.
         dtype: as in `attach`.
         home: as in `attach`.
         directory: as in `attach`.
 
     Raises:
-        ConfigError: the model has no experts that can be moved, or is attached already; or no such strategy.
+        ConfigError: the model has no experts that can be moved, or is attached already; or no such strategy or mode.
         BudgetError: there is too little memory for the slots.
     """
     max_bytes = None if memory is None else parse_bytes(memory, label="memory")
     if prefetch is not None and prefetch not in STRATEGIES:
         strategies = ", ".join(STRATEGIES)
         raise ConfigError(f"prefetch {prefetch!r}: known are {strategies}{did_you_mean(prefetch, STRATEGIES)}")
+    if mode not in MODES:
+        raise ConfigError(f"mode {mode!r}: known are {', '.join(MODES)}{did_you_mean(mode, MODES)}")
     if warm_pin is not None and warm_pin < 1:
         raise ConfigError(f"warm_pin must be at least 1 access, not {warm_pin}")
     with opened(model, device, dtype, directory) as (built, layers):
         policy, reason = policy_for(layers, batch, memory=max_bytes, prefetch=prefetch)
-        policy = replace(policy, cache=replace(policy.cache, warm_pin=warm_pin))
+        schedule = replace(policy.schedule, mode=mode)
+        policy = replace(policy, cache=replace(policy.cache, warm_pin=warm_pin), schedule=schedule)
         return Attachment(built, policy, layers, home=home, directory=directory, reason=reason)
 
 
@@ -413,6 +419,7 @@ class Attachment:
                     "transfer_s": self._store.busy_s,
                     "stall_s": moved.stall_s,
                     "streamed": moved.streamed,
+                    "in_place": moved.in_place,
                 },
                 "experts": residency.stats({"link": moved.stall_s}),
                 "resident_bytes": self.resident_bytes,

@@ -25,6 +25,7 @@ from moelight.kernels.reads import FileReader, ReadPart
 from moelight.paging.arena import PinningError, on_huge_pages, page_locked
 from moelight.paging.slots import PendingPage
 
+_TIMED_COPIES = 3
 Into = Sequence[tuple[int, Tensor]]  # (first byte in the page, destination: uint8 [n], contiguous)
 Tensors = Iterable[tuple[int, int, Tensor]]  # (expert, first byte in its page, tensor)
 
@@ -120,6 +121,7 @@ class HostStore:
         self._device, self._experts, self.slot_bytes = device, experts, slot_bytes
         self._pages: dict[int, Tensor] = {}
         self._copies = copies_to(device)
+        self._byte_s: float | None = None
         self.where = "host memory"
 
     @property
@@ -138,8 +140,27 @@ class HostStore:
         """Does nothing."""
 
     def start(self, page: Page, into: Into) -> PendingPage:
-        source = self._pages[page.layer][page.expert]
+        source = self.stored(page)
         return self._copies.start([(dest, source[begin : begin + dest.numel()]) for begin, dest in into])
+
+    def stored(self, page: Page) -> Tensor:
+        """The bytes of ``page``, uint8 [slot bytes], in host memory."""
+        return self._pages[page.layer][page.expert]
+
+    def copy_s(self, layer: int) -> float:
+        """Seconds of the copy of a page of ``layer`` to the device, at the rate of a copy measured once."""
+        if self._byte_s is None:
+            page = max((pages[0] for pages in self._pages.values()), key=Tensor.numel)
+            dest, device = torch.empty_like(page, device=self._device), Device(self._device)
+            seconds = []
+            for _ in range(_TIMED_COPIES):
+                device.synchronize()
+                began = time.perf_counter()
+                dest.copy_(page)
+                device.synchronize()
+                seconds.append(time.perf_counter() - began)
+            self._byte_s = min(seconds) / page.numel()
+        return self._byte_s * self.slot_bytes[layer]
 
     def close(self) -> None:
         self._copies.close()

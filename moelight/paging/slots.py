@@ -56,6 +56,7 @@ class TransferStats:
         found: needed pages that were still in the ring.
         visits: layers that used experts.
         streamed: needed pages that got no slot of their own.
+        in_place: experts that were computed where they are stored.
         stall_s: seconds that the computation waited for pages.
     """
 
@@ -69,6 +70,7 @@ class TransferStats:
     found: int = 0
     visits: int = 0
     streamed: int = 0
+    in_place: int = 0
     stall_s: float = 0.0
 
     def as_dict(self) -> dict[str, float]:

@@ -1,12 +1,12 @@
 """Experts of an attached model: a cache assigns slots, and prefetches experts into them; experts without a slot are
-streamed through a ring of `STAGED` slots."""
+streamed through a ring of `STAGED` slots, or computed where they are stored."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moelight.core.errors import MoelightError
 from moelight.core.schedule import Page
-from moelight.paging.offload import OffloadStore
+from moelight.paging.offload import HostStore, OffloadStore
 from moelight.paging.residency import ResidencyManager
 from moelight.paging.slots import SlotTable, Transfer, TransferStats
 
@@ -23,6 +23,27 @@ STAGED = 4
 
 Ids = NDArray[np.int64]
 Slots = dict[int, int]  # expert -> slot
+_KEPT_SHARE = 7 / 8  # of the weight of earlier experts in how long one takes
+
+
+class ComputeSeconds:
+    """Seconds in which the CPU computes an expert where it is stored, by the bit length of its number of tokens."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def note(self, tokens: int, seconds: float) -> None:
+        size = tokens.bit_length()
+        before = self._seconds.get(size, seconds)
+        self._seconds[size] = _KEPT_SHARE * before + (1 - _KEPT_SHARE) * seconds
+
+    def expected(self, tokens: Ids) -> NDArray[np.float64]:
+        """Seconds float64 [n] of experts with ``tokens`` [n]: those of the nearest size that was computed; 0 if none
+        was, so that one is."""
+        if not self._seconds:
+            return np.zeros(len(tokens))
+        sizes = [min(self._seconds, key=lambda size: abs(size - count.bit_length())) for count in tokens.tolist()]
+        return np.array([self._seconds[size] for size in sizes], dtype=float)
 
 
 class SlotPager:
@@ -33,6 +54,7 @@ class SlotPager:
         self.residency, self.store, self.slots = residency, store, slots
         self.table = SlotTable(len(slots), range(len(slots) - STAGED, len(slots)))
         self.stats = TransferStats()
+        self.compute_s = ComputeSeconds()
         self.lock = threading.RLock()
         self._prefetched: dict[Page, Transfer] = {}  # not needed yet
         self._leased: list[Transfer] = []  # prefetches, whose slots must not be reassigned before they arrived
@@ -59,6 +81,19 @@ class SlotPager:
                 page = Page(layer=coming, expert=expert)
                 self._prefetched[page] = self._start_ahead(page, slot)
                 self.stats.ahead_pages += 1
+
+    def left_in_place(self, layer: int, ids: Ids) -> frozenset[int]:
+        """The experts among ``ids`` [tokens, k] to compute where they are stored, which is host memory."""
+        schedule = self.residency.residency.controls.schedule
+        if not isinstance(self.store, HostStore) or schedule.mode == "gpu_only":
+            return frozenset()
+        experts, tokens = np.unique(ids, return_counts=True)
+        missing = self.residency.table[layer][experts] < 0
+        experts, tokens = experts[missing], tokens[missing]
+        placed = self.residency.residency.place_missing(
+            tokens, fetch_s=self.store.copy_s(layer), cpu_s=self.compute_s.expected(tokens)
+        )
+        return frozenset(experts[placed.computed].tolist())
 
     def settle(self) -> None:
         """Release the leases of prefetched pages that arrived."""
@@ -107,12 +142,13 @@ class SlotPager:
 
 
 class Turn:
-    """One layer's use of experts while it computes: `need`, then `arriving` or `slot`."""
+    """One layer's use of experts while it computes: `need`, then `in_place` and `arriving`, or `page`."""
 
     def __init__(self, pager: SlotPager, layer: int) -> None:
         self.layer = layer
         self._pager, self._ring = pager, pager.table
         self._slots: Slots = {}
+        self._in_place: dict[int, Tensor] = {}  # pages of experts to compute where they are stored
         self._asked = 0
         self._waiting: deque[int] = deque()  # streamed experts whose transfers have not started
         self._staged: deque[tuple[int, int]] = deque()  # (expert, slot) of started transfers, in order
@@ -125,7 +161,7 @@ class Turn:
         try:
             self._waiting.clear()
             self._drop(len(self._staged))
-            self._slots = {}
+            self._slots, self._in_place = {}, {}
             self._pager.residency.end_use()
         finally:
             self._pager.lock.release()
@@ -137,8 +173,8 @@ class Turn:
         """Request ``ids`` [tokens, k] with their router weights."""
         pager, stats = self._pager, self._pager.stats
         pager.settle()
-        access = pager.residency.use(self.layer, ids, scores)
-        self._asked += len(access.hits) + len(access.misses)
+        access = pager.residency.use(self.layer, ids, scores, leave=pager.left_in_place(self.layer, ids))
+        self._asked += len(access.hits) + len(access.misses) + len(access.kept_out)
         stats.visits += 1
         table = pager.residency.table[self.layer]  # a rule may have revoked slots of this turn
         self._slots = {expert: slot for expert, slot in self._slots.items() if table[expert] == slot}
@@ -151,11 +187,16 @@ class Turn:
                 pager.start(self._page(expert), slot)
             else:
                 self._waiting.append(expert)
+        for expert in access.kept_out.tolist():
+            assert isinstance(pager.store, HostStore)
+            self._in_place[expert] = pager.store.stored(self._page(expert))
+        stats.in_place += len(access.kept_out)
         stats.streamed += len(self._waiting)
         self._stage()
 
     def has(self, expert: int) -> bool:
-        return expert in self._slots or expert in self._waiting or any(expert == other for other, _ in self._staged)
+        staged = any(expert == other for other, _ in self._staged)
+        return expert in self._slots or expert in self._in_place or expert in self._waiting or staged
 
     def look_ahead(self) -> None:
         """Prefetch the predicted experts of later layers. Slots of this turn that a policy rule has revoked remain
@@ -164,14 +205,26 @@ class Turn:
         if all(table[expert] == slot for expert, slot in self._slots.items()):
             self._pager.prefetch(self.layer)
 
-    def slot(self, expert: int) -> int:
-        """The slot of ``expert`` after its page has arrived; valid until the next expert if ``expert`` is streamed."""
+    @property
+    def in_place(self) -> Mapping[int, Tensor]:
+        """Pages in host memory, uint8 [page bytes], of the requested experts that are computed where they are."""
+        return self._in_place
+
+    def note_computed(self, tokens: int, seconds: float) -> None:
+        """Record that an expert of `in_place` was computed for so many ``tokens``."""
+        self._pager.compute_s.note(tokens, seconds)
+
+    def page(self, expert: int) -> Tensor:
+        """The page of ``expert``, uint8 [page bytes]: in host memory if it is computed there; else in its slot, where
+        it has arrived; valid until the next expert if ``expert`` is streamed."""
+        if (page := self._in_place.get(expert)) is not None:
+            return page
         slot = self._slots.get(expert)
-        return self._wait(expert, self._staged_slot(expert) if slot is None else slot)
+        return self._pager.slots[self._wait(expert, self._staged_slot(expert) if slot is None else slot)]
 
     def arriving(self, *, together: bool) -> Iterator[Slots]:
-        """Yield all requested experts in groups, those that have arrived first, each valid until the next;
-        ``together``: all that have slots of their own at once."""
+        """Yield all requested experts but those `in_place` in groups, those that have arrived first, each valid until
+        the next; ``together``: all that have slots of their own at once."""
         left = dict(self._slots)
         while left:
             ready = left if together else {expert: slot for expert, slot in left.items() if self._pager.arrived(slot)}

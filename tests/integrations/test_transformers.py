@@ -34,12 +34,15 @@ from moelight.experts.policy import (
     ExpertPolicy,
     PerLayerRules,
     PrefetchRules,
+    ScheduleRules,
 )
 from moelight.experts.profile import ActivationProfile, save_profile
+from moelight.integrations import paged_modules
 from moelight.integrations.layers import PAGE_ALIGNMENT, MoeLayer, moe_layers
 from moelight.integrations.transformers import Attachment
 from moelight.paging import offload
 from moelight.paging.offload import CopyStream, DiskStore
+from moelight.paging.turns import ComputeSeconds, SlotPager
 from moelight.profiles.families import profile_from_config
 from moelight.profiles.hf_config import HFConfig
 from moelight.runtime.twin import EmulatedEvent, EmulatedStream
@@ -290,6 +293,68 @@ def test_streams_of_a_device_do_the_same(family: str, monkeypatch: pytest.Monkey
         assert torch.equal(tokens(model), greedy)
         tokens(model, count=1)
         assert attachment.get_stats()["policy"]["prefetch"]["useful"] > 0
+
+
+@pytest.mark.parametrize("mode", ["cpu_fallback", "hybrid"])
+@pytest.mark.parametrize(("family", "dtype"), in_turn([(item,) for item in (*FAMILIES, "listed")], DTYPES))
+def test_experts_computed_where_they_are_stored_give_the_same_tokens(
+    family: str, dtype: torch.dtype, mode: str
+) -> None:
+    """A fallback fetches nothing but what is predicted; `hybrid` tries either way before it knows their seconds."""
+    model, greedy, sampled, last = untouched(family, dtype)
+    asked = replace(policy(4, strategy="none"), schedule=ScheduleRules(mode=mode, offload_threshold_ms=0.0))
+    with moelight.attach(model, asked, home="memory") as attachment:
+        assert torch.equal(tokens(model), greedy)
+        assert torch.equal(tokens(model, seed=7), sampled)
+        assert torch.equal(logits(model), last)
+        moved = attachment.get_stats()["placement"]
+    assert moved["in_place"] > 0
+    assert mode == "hybrid" or moved["transfers"] == 0
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
+def test_other_experts_of_a_layer_are_fetched_meanwhile(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the missing experts, as on a device whose experts compute together: outputs are one layer's."""
+    model = build("qwen3_moe")
+    model.set_experts_implementation(way)
+    last = logits(model)
+    monkeypatch.setattr(SlotPager, "left_in_place", lambda self, layer, ids: frozenset(np.unique(ids)[::2].tolist()))
+    monkeypatch.setattr(paged_modules, "on_host", lambda _: False)
+    with moelight.attach(model, policy(4), home="memory") as attachment:
+        torch.testing.assert_close(logits(model), last, rtol=1e-4, atol=1e-5)
+        moved = attachment.get_stats()["placement"]
+    assert moved["in_place"] > 0
+    assert moved["transfers"] > 0
+
+
+def test_seconds_of_an_expert_are_those_of_the_nearest_number_of_tokens() -> None:
+    seconds = ComputeSeconds()
+    assert seconds.expected(np.array([1, 64])).tolist() == [0.0, 0.0]
+    seconds.note(1, 0.25)
+    seconds.note(64, 1.0)
+    assert seconds.expected(np.array([2, 48, 1000])).tolist() == [0.25, 1.0, 1.0]
+    seconds.note(1, 8.25)
+    assert seconds.expected(np.array([1])).tolist() == [1.25]
+
+
+def test_experts_on_a_disk_are_read_whatever_the_mode(qwen: PreTrainedModel) -> None:
+    asked = replace(policy(4), schedule=ScheduleRules(mode="cpu_fallback"))
+    with moelight.attach(qwen, asked) as attachment:
+        assert torch.equal(tokens(qwen), untouched("qwen3_moe")[1])
+        assert attachment.get_stats()["placement"]["in_place"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_the_cpu_computes_misses_of_a_model_on_a_gpu(way: str) -> None:
+    model = build("qwen3_moe").to("cuda")
+    model.set_experts_implementation(way)
+    ids, mask = (item.to("cuda") for item in ragged_prompts(2))
+    with torch.no_grad():
+        last = model(ids, attention_mask=mask).logits
+        with moelight.auto_attach(model, memory=1 << 18, mode="cpu_fallback") as attachment:
+            torch.testing.assert_close(model(ids, attention_mask=mask).logits, last, rtol=1e-3, atol=1e-3)
+            assert attachment.get_stats()["placement"]["in_place"] > 0
 
 
 def test_a_disk_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, qwen: PreTrainedModel) -> None:
