@@ -15,6 +15,8 @@ import numpy as np
 
 from moelight.engine.batcher import RunningSequence
 
+# Kinds of drafts: looked up in the sequence, or in another answer of the job; of a model; what a grammar leaves.
+SEQUENCE, JOB, MODEL, FORCED = "sequence", "job", "model", "forced"
 LONGEST_MATCH = 16  # tokens; longer ones predict no better
 LEAST_MATCH = 2
 RESUMED = 4  # a repetition of so many tokens is resumed after other tokens, unless there is a match as long
@@ -28,11 +30,11 @@ _MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E377
 
 class Draft(NamedTuple):
     """``token_ids`` that may follow a sequence. ``match``: last tokens of the sequence that they followed before, at
-    most `LONGEST_MATCH`; ``shared``: in another answer of the job."""
+    most `LONGEST_MATCH`; 1 where nothing is looked up. ``kind``: where they are from."""
 
     token_ids: tuple[int, ...]
     match: int
-    shared: bool = False
+    kind: str = SEQUENCE
 
 
 NO_DRAFT = Draft((), 0)
@@ -73,7 +75,7 @@ class Continuations:
         following = self._at(after, min(after + count, self._written))
         if _SEPARATOR in following:
             following = following[: following.index(_SEPARATOR)]
-        return Draft(tuple(following), match, shared=True)
+        return Draft(tuple(following), match, JOB)
 
     def _at(self, begin: int, end: int) -> list[int]:
         if begin // STORED_TOKENS == (end - 1) // STORED_TOKENS:

@@ -26,10 +26,13 @@ from moelight.engine.batcher import Batcher, Propose
 from moelight.engine.call_constraints import CallConstraints
 from moelight.engine.chat import Conversation, check_messages
 from moelight.engine.constraints import Constraints
+from moelight.engine.draft_model import DraftModel
+from moelight.engine.draft_planning import PlannedDrafts, choose_drafts
+from moelight.engine.draft_prices import DraftPrices
 from moelight.engine.drafts import NgramDrafts
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
-from moelight.engine.options import AUTO, EngineOptions, RunOptions
+from moelight.engine.options import AUTO, MODEL, EngineOptions, RunOptions
 from moelight.engine.output_processor import OutputProcessor, ScoreWatch, check_tokens
 from moelight.engine.pass_runner import PackedPass, PassRunner
 from moelight.engine.planning import (
@@ -44,7 +47,7 @@ from moelight.engine.pooling import stack_embeddings
 from moelight.engine.ranks import LeadingRunner, RankGroup, count_ranks, open_for
 from moelight.engine.reasoning import OFF, check_mode, reasoning_start
 from moelight.engine.routing import check_routing
-from moelight.engine.speculation import DraftPrices, Speculation, drafts_refusal
+from moelight.engine.speculation import Speculation, drafts_refusal
 from moelight.engine.tokenizer import Tokenizer
 from moelight.engine.window_blocks import blocks_of_windows
 from moelight.experts.profile import save_profile
@@ -175,7 +178,7 @@ class Engine:
         began = time.perf_counter()
         options = (options or RunOptions()).changed(values)
         self._reasoning = check_mode(options.reasoning)
-        draft_tokens = options.draft_tokens()
+        options.draft_tokens()
         self.plan = policy if isinstance(policy, Plan) else None
         run_policy = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if options.device == AUTO and not run_policy.discrete else options.device)
@@ -196,13 +199,18 @@ class Engine:
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._calls = CallConstraints(self._constraints)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
+        drafts = self._drafts(options, source, speeds)
+        if self._device_limit and drafts is not None:
+            self._device_limit += drafts.bytes_on("device")
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, options, dtype)
+        self._draft_model: DraftModel | None = None
         share = options.prefix_caching and not self.profile.stateful
         self._batcher = _batcher(self.policy, self.plan, self.profile, self._passes, machine.discrete, share)
         self._adapting = self._adaptation(options.adapt, speeds, self._passes)
-        prices = PassPrices(self.profile, self.policy, speeds, dtype) if options.speculate == AUTO else None
-        self._speculation = _speculation(draft_tokens, self.profile, prices)
+        self._speculation = self._open_speculation(
+            options, drafts, PassPrices(self.profile, self.policy, speeds, dtype)
+        )
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = self._collected_s = 0.0
@@ -216,6 +224,34 @@ class Engine:
             return None
         fixed = () if self.plan is None else self.plan.fixed
         return PassAdaptation(self.profile, self.policy, speeds, fixed, self._batcher, passes)
+
+    def _drafts(self, options: RunOptions, source: OpenCheckpoint, speeds: Speeds) -> PlannedDrafts | None:
+        """The draft model, if one is named and pays; its text says why not."""
+        if options.draft_model is None or drafts_refusal(self.profile) is not None:
+            return None
+        drafts, refused = choose_drafts(options, source, self.policy, self._machine, speeds)
+        if refused is not None:
+            _log.warning("no draft model: %s", refused)
+            return None
+        return drafts
+
+    def _open_speculation(
+        self, options: RunOptions, drafts: PlannedDrafts | None, prices: PassPrices
+    ) -> Speculation | None:
+        """None where sequences bring no drafts."""
+        if not (most := options.draft_tokens()):
+            return None
+        if (reason := drafts_refusal(self.profile)) is not None:
+            _log.warning("no drafts: %s", reason)
+            return None
+        if drafts is not None:
+            self._draft_model = DraftModel(
+                drafts, self._machine, lanes=options.lanes, vocab_size=self.profile.vocab_size
+            )
+        looks_up, chooses = options.speculation != MODEL, options.speculation == AUTO
+        return Speculation(
+            NgramDrafts() if looks_up else None, most, DraftPrices(prices) if chooses else None, self._draft_model
+        )
 
     def _load(self, source: OpenCheckpoint, options: RunOptions, dtype: DType) -> PassRunner:
         """The loaded model; expert pages are staged if the system refuses to lock their memory."""
@@ -487,7 +523,7 @@ class Engine:
         running = len(self._batcher.running)
         finished = outputs.collect(self._batcher, landed.plans, tokens, landed.routing)
         before_s, self._collected_s = self._collected_s, time.perf_counter()
-        seconds = self._collected_s - before_s
+        seconds = self._collected_s - before_s - (0.0 if self._speculation is None else self._speculation.drafting_s)
         if self._adapting is not None:
             self._adapting.after(landed.plans, seconds, self._totals.busy_s)
         if self._speculation is not None and self.timeline is not None:
@@ -622,6 +658,9 @@ class Engine:
     def close(self) -> None:
         """Stop the lanes, free the model and close the routing trace; closing twice is allowed."""
         self._constraints.close()
+        if self._draft_model is not None:
+            self._draft_model.close()
+            self._draft_model = None
         if self._passes is not None:
             self._passes.close()
             self._passes = None
@@ -661,16 +700,6 @@ def _batcher(
         by_length=profile.by_length,
         expected_len=_expected_len(policy, plan),
     )
-
-
-def _speculation(draft_tokens: int, profile: ModelProfile, prices: PassPrices | None) -> Speculation | None:
-    """None where sequences bring no drafts."""
-    if not draft_tokens:
-        return None
-    if (reason := drafts_refusal(profile)) is not None:
-        _log.warning("no drafts: %s", reason)
-        return None
-    return Speculation(NgramDrafts(), draft_tokens, None if prices is None else DraftPrices(prices))
 
 
 def _expected_len(policy: Policy, plan: Plan | None) -> int:

@@ -10,8 +10,8 @@ from moelight.core.errors import ConfigError, did_you_mean, refuse_unknown
 from moelight.core.units import parse_bytes
 from moelight.experts.options import ExpertOptions
 
-AUTO, OFF, NGRAM = "auto", "off", "ngram"
-SPECULATION = (OFF, NGRAM, AUTO)
+AUTO, OFF, NGRAM, MODEL = "auto", "off", "ngram", "model"
+SPECULATION = (OFF, NGRAM, MODEL, AUTO)
 MOST_DRAFT_TOKENS = 64
 _Options = TypeVar("_Options", bound="RunOptions")
 
@@ -47,11 +47,16 @@ class RunOptions:
         metavar="auto|off",
         default=AUTO,
     )
-    speculate: str = _option(
-        "Speculative decoding with drafts of tokens that followed the same tokens before, in the prompt or in "
-        "completions: ngram verifies all drafts, auto those that are expected to save time. Completions stay the same.",
-        metavar="off|ngram|auto",
-        default=OFF,
+    speculate: str | None = _option(
+        "Speculative decoding: ngram verifies all drafts of tokens that followed the same tokens before, in the prompt "
+        "or in completions; model all drafts of --draft-model; auto drafts of either kind that are expected to save "
+        "time. By default off, or auto with --draft-model. Completions stay the same.",
+        metavar="off|ngram|model|auto",
+    )
+    draft_model: str | None = _option(
+        "Smaller model with the same tokenizer that drafts tokens: a directory, a GGUF file or a hub id. It stays in "
+        "memory.",
+        metavar="MODEL",
     )
     num_speculative_tokens: int | None = _option(
         "Maximum number of draft tokens per sequence and pass; by default 5, or 16 with --speculate auto.",
@@ -69,19 +74,28 @@ class RunOptions:
     prefix_caching: bool = True
     experts: ExpertOptions = field(default_factory=ExpertOptions)
 
+    @property
+    def speculation(self) -> str:
+        """The value of ``speculate``, or its default."""
+        return self.speculate or (OFF if self.draft_model is None else AUTO)
+
     def draft_tokens(self) -> int:
         """The most draft tokens of a sequence in a pass; 0 without speculative decoding. Raises ConfigError for an
-        unknown value of ``speculate``, and for a number of tokens that is out of range or without effect."""
-        count, how = self.num_speculative_tokens, self.speculate
+        unknown value of ``speculate``, for a number of tokens that is out of range, and for options without effect."""
+        count, how = self.num_speculative_tokens, self.speculation
         if how not in SPECULATION:
             raise ConfigError(
                 f"speculate must be one of {', '.join(SPECULATION)}, not {how!r}{did_you_mean(how, SPECULATION)}"
             )
         if count is not None and not 1 <= count <= MOST_DRAFT_TOKENS:
             raise ConfigError(f"num_speculative_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {count}")
+        if self.draft_model is None and how == MODEL:
+            raise ConfigError("speculate model needs a draft_model")
+        if self.draft_model is not None and how in (OFF, NGRAM):
+            raise ConfigError(f"draft_model {self.draft_model} and speculate {how} contradict each other")
         if how == OFF:
             if count is not None:
-                raise ConfigError(f"num_speculative_tokens {count} needs speculate ngram or auto")
+                raise ConfigError(f"num_speculative_tokens {count} needs speculate ngram, model or auto")
             return 0
         return count or (16 if how == AUTO else 5)
 

@@ -12,8 +12,10 @@ from moelight.core.dtypes import BFLOAT16, FLOAT32, DType, computed_in, dtype_na
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.policy import INT8, Policy
 from moelight.core.units import format_bytes
+from moelight.engine.draft_planning import choose_drafts
 from moelight.engine.experts import resident_share
 from moelight.engine.options import EngineOptions
+from moelight.engine.speculation import drafts_refusal
 from moelight.experts.options import ExpertOptions
 from moelight.hrm.costs import page_bytes, page_dtype, page_slot_bytes
 from moelight.hrm.footprint import Footprint, footprint
@@ -59,14 +61,42 @@ _PLAIN_DISK = Tier(name="disk", capacity_bytes=1 << 40, bandwidth_bytes_per_s=2e
 
 
 def plan_for(name: str, source: OpenCheckpoint, machine: Machine, options: EngineOptions, workload: Workload) -> Plan:
-    """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine can run there. Raises
-    BudgetError if nothing fits."""
+    """The plan for ``source`` on ``machine``: the search of `optimize`, over all that this engine can run there, beside
+    the draft model if one is named and pays. Raises BudgetError if nothing fits."""
+    limits = _limits(machine, options.host_memory, options.device_memory)
+    plan = _plan_within(limits, name, source, machine, options, workload)
+    if not options.draft_tokens() or options.draft_model is None or drafts_refusal(source.profile) is not None:
+        return plan
+    drafts, refused = choose_drafts(options, source, plan.policy, machine, speeds_for(plan, discrete=machine.discrete))
+    if refused is not None:
+        return plan
+    try:
+        left = {tier: max(1, limit - drafts.bytes_on(tier)) for tier, limit in limits.items()}
+        return _plan_within(left, name, source, machine, options, workload)
+    except BudgetError as error:
+        tier, need = error.tier, drafts.bytes_on(error.tier)
+        raise BudgetError(
+            f"{error}, beside {format_bytes(need)} for the draft model {options.draft_model}",
+            tier=tier,
+            needed_bytes=error.needed_bytes + need,
+        ) from None
+
+
+def _plan_within(
+    limits: Mapping[str, int],
+    name: str,
+    source: OpenCheckpoint,
+    machine: Machine,
+    options: EngineOptions,
+    workload: Workload,
+) -> Plan:
+    """`plan_for` without a draft model, within ``limits`` of memory by tier."""
     experts, schedule = options.experts.policy, options.schedule
     asked = _activations(options.activations, source.profile, machine)
-    limits = _limits(machine, options.host_memory, options.device_memory)
     hardware, ranks = hardware_for(options.hw, discrete=machine.discrete), source.profile.ranks
     if ranks > 1:  # of which each has its own device, and a share of the host
-        limits, hardware = limits | {"host": limits["host"] // ranks}, part_of(with_gpu_each(hardware, ranks), ranks)
+        limits = {**limits, "host": limits["host"] // ranks}
+        hardware = part_of(with_gpu_each(hardware, ranks), ranks)
     computed = _computed(options.dtype, source, machine)
     sizes = capacities(hardware, limits)
     # The checkpoint holds every page, at most in float32, so any page may be streamed from disk.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,26 +11,26 @@ import numpy as np
 from moelight.core.policy import Policy
 from moelight.engine.adaptation import passed
 from moelight.engine.batcher import MicroBatchPlan, RunningSequence
-from moelight.engine.drafts import LONGEST_MATCH, NO_DRAFT, Draft
-from moelight.hrm.workload_model import Passes
-from moelight.optimizer.pass_prices import Belief, Passed, PassPrices, passes_that_ran
+from moelight.engine.draft_prices import DraftPrices
+from moelight.engine.drafts import FORCED, JOB, LONGEST_MATCH, MODEL, NO_DRAFT, SEQUENCE, Draft
 from moelight.profiles.model import ModelProfile
 
 # What remains of a draft for a sequence where a token is impossible, or other tokens, at most so many, have to follow.
 Possible = Callable[[RunningSequence, Sequence[int], int], Sequence[int]]
-FORCED = "forced"  # the kind of drafts that a grammar makes
-_KINDS = ("sequence", "job", FORCED)
+_KINDS = (SEQUENCE, JOB, FORCED, MODEL)
+_REPORTED = {SEQUENCE: "lookup", JOB: "lookup", FORCED: "grammar", MODEL: "model"}
 _MATCHES = (1, 2, 3, 4, 6, 10, LONGEST_MATCH)  # least lengths of matches that are counted together
 # Of tokens accepted after those before them, by kind and length of the match.
-_PRIORS = ((0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9), (0.3, 0.45, 0.55, 0.65, 0.75, 0.8, 0.85), (0.95,) * 7)
+_PRIORS = (
+    (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9),
+    (0.3, 0.45, 0.55, 0.65, 0.75, 0.8, 0.85),
+    (0.95,) * 7,
+    (0.7,) * 7,
+)
 _PRIOR_WEIGHT = 8.0  # accepted or rejected drafts that an expectation counts as
 _MOST_COUNTED = 512.0  # drafts, of which earlier ones are forgotten
 _FIRST_PASSES, _LEAST_PAUSE, _MOST_PAUSE = 2, 4, 32  # passes without drafts before the next try
-_LEAST_PASSES, _PASSES = 4, 64  # after which prices are corrected: the first time, and at most
-_SHARE, _LEAST_S = 1 / 200, 0.02  # of the time of all passes that prices may take, and seconds
-_KEPT_SHARE = 7 / 8  # of the weight of earlier passes in how long passes take
 _LEAST_GAIN = 0.05  # of the tokens of a pass: less is lost in how much passes vary, and by waiting for their tokens
-_GRID = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # drafts for each sequence
 
 
 class DraftSource(Protocol):
@@ -50,6 +47,23 @@ class DraftSource(Protocol):
     def clear(self) -> None:
         """All sequences are finished, or will not be."""
         ...
+
+
+class ModelDrafts(Protocol):
+    """A model whose drafts take time (`draft_model.DraftModel`)."""
+
+    @property
+    def seconds_spent(self) -> float: ...
+    def seconds(self, sequences: Sequence[RunningSequence], most: int) -> np.ndarray:
+        """Predicted seconds float64 [most + 1] of 0 to ``most`` tokens for each of ``sequences``."""
+        ...
+
+    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> Mapping[RunningSequence, tuple[int, ...]]:
+        """At most so many tokens that may follow each sequence."""
+        ...
+
+    def end(self, sequence: RunningSequence) -> None: ...
+    def clear(self) -> None: ...
 
 
 def drafts_refusal(model: ModelProfile) -> str | None:
@@ -91,144 +105,26 @@ def _cell(kind: str, match: int) -> tuple[int, int]:
     return _KINDS.index(kind), int(np.searchsorted(_MATCHES, match, side="right")) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _PassSeconds:
-    """Predicted seconds of a pass by its drafts: linear between ``drafts`` float64 [n], at ``seconds`` float64 [n]."""
-
-    drafts: np.ndarray
-    seconds: np.ndarray
-
-
-class DraftPrices:
-    """What drafts cost: seconds of passes with and without them, by the ledger, corrected by the passes of this job."""
-
-    def __init__(self, prices: PassPrices) -> None:
-        self._prices = prices
-        self._belief: Belief = {}
-        self._with_drafts, self._without = _Stretch(), _Stretch()
-        self._ran: deque[tuple[bool, Passed]] = deque(maxlen=_PASSES)
-        self._new, self._due, self._spent_s, self._all_s = 0, _LEAST_PASSES, 0.0, 0.0
-        self._curves: dict[tuple[int, ...], _PassSeconds] = {}
-
-    @property
-    def affordable(self) -> bool:
-        """Whether the passes took so long that their prices are worth computing."""
-        return self._spent_s <= _LEAST_S + _SHARE * self._all_s
-
-    def seconds(
-        self, policy: Policy, sequences: int, context: float, prompt_tokens: int, drafts: np.ndarray
-    ) -> np.ndarray:
-        """Seconds of passes with so many ``drafts`` int64 [n], in which about ``sequences`` decode at about ``context``
-        tokens each, beside ``prompt_tokens``."""
-        curve = self._curve(policy, sequences, context, prompt_tokens)
-        without = self._without.factor(1.0)
-        stretch = np.where(drafts > 0, self._with_drafts.factor(without), without)
-        return np.interp(drafts, curve.drafts, curve.seconds) * stretch
-
-    def forget(self) -> None:
-        """Passes with drafts, which did not pay, may take less by now."""
-        self._with_drafts.approach(self._without.factor(1.0))
-
-    def observe(self, run: Passed, *, drafts: bool, policy: Policy) -> None:
-        """Record a pass that ran under ``policy``."""
-        self._ran.append((drafts, run))
-        self._all_s += run.seconds
-        self._new += 1
-        if self._new >= self._due and self.affordable:
-            began_s = time.perf_counter()
-            self._learn(policy)
-            self._new, self._due = 0, min(2 * self._due, _PASSES)
-            self._spent_s += time.perf_counter() - began_s
-        elif curve := self._curves.get(_key(policy, run.sequences, run.context, run.prompt_tokens)):
-            predicted = float(np.interp(run.decode_tokens - run.sequences, curve.drafts, curve.seconds))
-            self._stretch(drafts).add(run, predicted)
-
-    def _learn(self, policy: Policy) -> None:
-        """Correct the seconds of lanes, and from these how much longer passes take than their lanes explain."""
-        runs = [run for _, run in self._ran]
-        self._belief = {**self._prices.learn(policy, runs, self._belief), "pass": 1.0}
-        self._curves.clear()
-        sequences = np.array([run.sequences for run in runs], dtype=float)
-        predicted = self._prices.seconds(policy, passes_that_ran(runs), self._belief, sequences)
-        for drafts in (False, True):
-            rows = [at for at, (had_drafts, _) in enumerate(self._ran) if had_drafts is drafts]
-            if rows:
-                self._stretch(drafts).clear()
-            for at in rows:
-                self._stretch(drafts).add(runs[at], float(predicted[at]))
-
-    def _stretch(self, drafts: bool) -> _Stretch:
-        return self._with_drafts if drafts else self._without
-
-    def _curve(self, policy: Policy, sequences: int, context: float, prompt_tokens: int) -> _PassSeconds:
-        key = _key(policy, sequences, context, prompt_tokens)
-        if (curve := self._curves.get(key)) is None:
-            began_s = time.perf_counter()
-            drafts = np.unique(np.round(np.array(_GRID) * sequences))
-            passes = Passes(
-                count=np.ones(len(drafts)),
-                decode_tokens=sequences + drafts,
-                context=context,
-                prompt_tokens=np.full(len(drafts), float(prompt_tokens)),
-                prompt_len=float(max(1, prompt_tokens)),
-            )
-            owners = np.full(len(drafts), float(sequences))
-            seconds = self._prices.seconds(policy, passes, self._belief, owners)
-            curve = self._curves[key] = _PassSeconds(drafts, np.maximum.accumulate(seconds))
-            self._spent_s += time.perf_counter() - began_s
-        return curve
-
-
-class _Stretch:
-    """How much longer passes of one kind take than predicted: those without prompts, as soon as there are some."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self._took_s = self._predicted_s = 0.0
-        self._alone = False  # without prompts
-
-    def add(self, run: Passed, predicted_s: float) -> None:
-        alone = run.prompt_tokens == 0
-        if alone and not self._alone:
-            self.clear()
-            self._alone = True
-        if alone == self._alone:
-            self._took_s = _KEPT_SHARE * self._took_s + run.seconds
-            self._predicted_s = _KEPT_SHARE * self._predicted_s + predicted_s
-
-    def approach(self, factor: float) -> None:
-        """Move a tenth of the way to ``factor``."""
-        self._took_s += 0.1 * (factor * self._predicted_s - self._took_s)
-
-    def factor(self, otherwise: float) -> float:
-        """Measured over predicted seconds; ``otherwise`` if no pass ran."""
-        return self._took_s / self._predicted_s if self._predicted_s > 0 else otherwise
-
-
-def _key(policy: Policy, sequences: int, context: float, prompt_tokens: int) -> tuple[int, ...]:
-    """Passes of equal keys are priced alike."""
-    sizes = policy.micro_batch_size, policy.micro_batch_tokens
-    return *sizes, _octaves(max(1, sequences), 8), _octaves(1 + prompt_tokens, 2), _octaves(256 + context, 2)
-
-
-def _octaves(number: float, parts: int) -> int:
-    """The octave of ``number``, which is at least 1, in so many parts each."""
-    return int(parts * math.log2(number))
-
-
 class Speculation:
     """The drafts of the decoding sequences of one engine: at most ``num_tokens`` for each in a pass. With ``prices``
-    only those are verified that are expected to save more time than they take.
+    only those are made and verified that are expected to save more time than they take.
 
     Attributes:
-        drafted, accepted: numbers of draft tokens so far; ``passes``: with drafts.
+        passes: number of passes with drafts so far.
+        drafting_s: seconds that the model took for the drafts of the pass that was packed last.
     """
 
-    def __init__(self, source: DraftSource, num_tokens: int, prices: DraftPrices | None = None) -> None:
-        self.drafted = self.accepted = self.passes = 0
-        self._source, self._num_tokens, self._prices = source, num_tokens, prices
+    def __init__(
+        self,
+        source: DraftSource | None,
+        num_tokens: int,
+        prices: DraftPrices | None = None,
+        model: ModelDrafts | None = None,
+    ) -> None:
+        """Drafts of ``source`` are looked up; those of ``model`` take the place of shorter ones."""
+        self.passes, self.drafting_s = 0, 0.0
+        self._drafted, self._accepted = Counter[str](), Counter[str]()  # tokens by kind
+        self._source, self._num_tokens, self._prices, self._model = source, num_tokens, prices, model
         self._acceptance = Acceptance(num_tokens)
         self._under_way: dict[RunningSequence, tuple[str, int]] = {}  # kind and match of each draft in the pass
         # With prices, a pass of prompts and one without drafts are measured first.
@@ -236,12 +132,27 @@ class Speculation:
 
     def begin(self) -> None:
         """Forget the sequences of an earlier run."""
-        self._source.clear()
+        for source in (self._source, self._model):
+            if source is not None:
+                source.clear()
         self._under_way.clear()
 
     @property
+    def accepted(self) -> int:
+        """Number of draft tokens that were accepted so far."""
+        return self._accepted.total()
+
+    @property
     def counts(self) -> dict[str, int]:
-        return {"drafted_tokens": self.drafted, "accepted_tokens": self.accepted, "drafted_passes": self.passes}
+        """Tokens and passes by name, tokens also by kind of draft."""
+        counts = {
+            "drafted_tokens": self._drafted.total(),
+            "accepted_tokens": self.accepted,
+            "drafted_passes": self.passes,
+        }
+        for kind, tokens in self._drafted.items():
+            counts |= {f"{kind}_drafted_tokens": tokens, f"{kind}_accepted_tokens": self._accepted[kind]}
+        return counts
 
     @property
     def active(self) -> bool:
@@ -266,15 +177,18 @@ class Speculation:
         self._under_way.clear()
         if not self.active:
             return {}
+        limits = {sequence: max(0, min(self._num_tokens, limit, room)) for sequence, limit in candidates}
+        some = dict.fromkeys(limits, NO_DRAFT)
+        if self._source is not None:
+            some |= {one: self._source.draft(one, count) for one, count in limits.items() if count}
+        if self._model is not None:
+            some |= self._of_model(self._model, policy, some, limits, room, prompt_tokens)
         drafts: dict[RunningSequence, Sequence[int]] = {}
-        for sequence, limit in candidates:
-            count = min(self._num_tokens, limit, room)
-            draft = self._source.draft(sequence, count) if count > 0 else NO_DRAFT
-            if token_ids := tuple(possible(sequence, draft.token_ids, count)):
+        for sequence, draft in some.items():
+            if token_ids := tuple(possible(sequence, draft.token_ids, limits[sequence])):
                 drafts[sequence] = token_ids
                 same = token_ids == draft.token_ids[: len(token_ids)]
-                kind = FORCED if not same else _KINDS[draft.shared]
-                self._under_way[sequence] = kind, max(1, draft.match)
+                self._under_way[sequence] = draft.kind if same else FORCED, max(1, draft.match)
         drafts = self._within(drafts, self._worth(policy, drafts, candidates, room, prompt_tokens))
         if candidates and not drafts and self._prices is not None:
             self._resting, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSE)
@@ -282,6 +196,44 @@ class Speculation:
         elif drafts:
             self._pause = _LEAST_PAUSE
         return drafts
+
+    def _of_model(
+        self,
+        model: ModelDrafts,
+        policy: Policy,
+        drafts: Mapping[RunningSequence, Draft],
+        limits: Mapping[RunningSequence, int],
+        room: int,
+        prompt_tokens: int,
+    ) -> dict[RunningSequence, Draft]:
+        """The drafts of ``model`` for sequences of which it is expected to guess more tokens than ``drafts`` do."""
+        owners = [sequence for sequence, limit in limits.items() if limit]
+        if not owners:
+            return {}
+        most = min(max(limits.values()), max(1, room // len(owners)))
+        gains = np.concatenate(([0.0], np.cumsum(self._acceptance.expected(MODEL, 1, most))))
+        lengths = np.array([len(drafts[owner].token_ids) for owner in owners])
+        others = np.array([self._gain(drafts[owner]) for owner in owners])
+        within = np.minimum(np.arange(most + 1)[:, None], [limits[owner] for owner in owners])  # [most + 1, owners]
+        longer = gains[within] > others
+        count = most
+        if self._prices is not None:
+            tokens = len(limits) + np.where(longer, gains[within], others).sum(axis=1)
+            rows = np.where(longer, within, lengths).sum(axis=1)
+            users = [owner for owner, uses in zip(owners, longer[-1], strict=True) if uses]
+            drafting = model.seconds(users, most)
+            count = self._best(policy, tokens, rows, list(limits), prompt_tokens, self._prices, drafting)
+        began_s = model.seconds_spent
+        asked = [(owner, int(within[count, at])) for at, owner in enumerate(owners) if longer[count, at]]
+        made = model.draft(asked) if asked else {}
+        self.drafting_s = model.seconds_spent - began_s
+        return {owner: Draft(token_ids, 1, MODEL) for owner, token_ids in made.items() if token_ids}
+
+    def _gain(self, draft: Draft) -> float:
+        """The tokens of ``draft`` that are expected to be accepted."""
+        if not draft.token_ids:
+            return 0.0
+        return float(self._acceptance.expected(draft.kind, max(1, draft.match), len(draft.token_ids)).sum())
 
     def _within(
         self, drafts: Mapping[RunningSequence, Sequence[int]], counts: Mapping[RunningSequence, int]
@@ -321,16 +273,30 @@ class Speculation:
         prompt_tokens: int,
         prices: DraftPrices,
     ) -> int:
-        """How many of the ``gains``, expected tokens in descending order, to take: a token is worth the seconds that it
-        takes at the best rate of passes without prompts; none are worth it unless they gain `_LEAST_GAIN`."""
-        sequences, drafts = len(candidates), np.arange(len(gains) + 1)
-        context = sum(sequence.computed for sequence, _ in candidates) / sequences
-        tokens = sequences + np.concatenate(([0.0], np.cumsum(gains)))
-        rate = float(np.max(tokens / prices.seconds(policy, sequences, context, 0, drafts)))
-        seconds = prices.seconds(policy, sequences, context, prompt_tokens, drafts)
-        worth = tokens - rate * seconds
+        """How many of the ``gains``, expected tokens in descending order, to take."""
+        tokens = len(candidates) + np.concatenate(([0.0], np.cumsum(gains)))
+        sequences = [sequence for sequence, _ in candidates]
+        return self._best(policy, tokens, np.arange(len(gains) + 1), sequences, prompt_tokens, prices)
+
+    def _best(
+        self,
+        policy: Policy,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        sequences: Sequence[RunningSequence],
+        prompt_tokens: int,
+        prices: DraftPrices,
+        drafting_s: np.ndarray | float = 0.0,
+    ) -> int:
+        """The best of several numbers of drafts, ``rows`` in all, by the expected ``tokens`` of the pass and the
+        seconds that they take to make: a token is worth the seconds that it takes at the best rate of passes without
+        prompts; none are worth it unless they gain `_LEAST_GAIN`."""
+        count = len(sequences)
+        context = sum(sequence.computed for sequence in sequences) / count
+        rate = float(np.max(tokens / (prices.seconds(policy, count, context, 0, rows) + drafting_s)))
+        worth = tokens - rate * (prices.seconds(policy, count, context, prompt_tokens, rows) + drafting_s)
         best = int(np.argmax(worth))
-        return best if worth[best] - worth[0] >= _LEAST_GAIN * sequences else 0
+        return best if worth[best] - worth[0] >= _LEAST_GAIN * count else 0
 
     def after(
         self,
@@ -340,22 +306,25 @@ class Speculation:
         busy_s: Mapping[str, float],
         policy: Policy,
     ) -> None:
-        """Record the chosen ``tokens`` of a pass that was collected ``seconds`` after the one before; its lanes were at
-        work for ``busy_s``."""
-        self._resting = max(0, self._resting - 1)
+        """Record the chosen ``tokens`` of a pass that was collected ``seconds`` after the one before, but for those of
+        drafting; its lanes were at work for ``busy_s``."""
+        self._resting, self.drafting_s = max(0, self._resting - 1), 0.0
         verified = 0
         for load, new in zip(plans, tokens, strict=True):
             first = 0
             for chunk in load.chunks:
                 if chunk.drafts:
                     drafted, accepted = len(chunk.drafts), chunk.accepted(new[first : first + chunk.samples])
-                    self._acceptance.note(*self._under_way[chunk.sequence], drafted, accepted)
+                    kind, match = self._under_way[chunk.sequence]
+                    self._acceptance.note(kind, match, drafted, accepted)
+                    self._drafted[_REPORTED[kind]] += drafted
+                    self._accepted[_REPORTED[kind]] += accepted
                     verified += drafted
-                    self.accepted += accepted
                 first += chunk.samples
                 if chunk.sequence.finished:
-                    self._source.end(chunk.sequence)
-        self.drafted += verified
+                    for source in (self._source, self._model):
+                        if source is not None:
+                            source.end(chunk.sequence)
         self.passes += verified > 0
         if self._prices is not None:
             self._prices.observe(passed(plans, seconds, busy_s), drafts=verified > 0, policy=policy)

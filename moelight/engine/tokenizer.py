@@ -150,6 +150,10 @@ class Tokenizer:
         """Number of tokens, added tokens included; ids are smaller unless they have gaps."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
+    def vocabulary(self) -> dict[int, str]:
+        """The tokens by their ids, added tokens included, as the tokenizer spells them."""
+        return {token_id: text for text, token_id in self._inner.get_vocab(with_added_tokens=True).items()}
+
     @property
     def roles(self) -> Mapping[str, str]:
         """The texts of special tokens by their roles."""

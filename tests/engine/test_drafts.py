@@ -16,7 +16,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Request, SamplingParams
 from moelight.engine import drafts
 from moelight.engine.batcher import MicroBatchPlan, RunningSequence, SequenceChunk
-from moelight.engine.drafts import LEAST_MATCH, LONGEST_MATCH, ORDER, PIECE, RESUMED, Draft, NgramDrafts
+from moelight.engine.drafts import JOB, LEAST_MATCH, LONGEST_MATCH, ORDER, PIECE, RESUMED, Draft, NgramDrafts
 from moelight.engine.planning import hardware_for
 from moelight.engine.speculation import DraftPrices, Speculation
 from moelight.hrm.machine_model import slowed, speeds_of
@@ -103,7 +103,7 @@ def test_answers_of_a_job_are_found_by_others() -> None:
     other = sequence([7, 8], answer[:ORDER])
     assert source.draft(other, 4) == Draft((), 0), "a short answer is stored when it ends"
     source.end(first)
-    assert source.draft(other, 4) == Draft((103, 104, 105, 106), ORDER, shared=True)
+    assert source.draft(other, 4) == Draft((103, 104, 105, 106), ORDER, JOB)
     assert source.draft(sequence([7], answer[-4:]), 4) == Draft((), 0), "nothing followed"
     assert source.draft(sequence([100, 101, 102, 55, 101], [102]), 2) == Draft((55, 101), 2)
 
