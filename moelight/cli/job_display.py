@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -146,11 +146,20 @@ def end_line(stats: RunStats, *, completed: int, failed: int, output: str = "", 
     if not generates:
         rows, tokens = f"{completed:,} rows", f"{stats.prompt_tokens:,} prompt tokens"
         speed = stats.prompt_tokens / stats.wall_s
-    if drafted := stats.counts.get("drafted_tokens"):
-        tokens += f", {stats.counts['accepted_tokens']:,} of {drafted:,} drafted,"
+    if drafts := _drafts_text(stats.counts):
+        tokens += f", {stats.completion_tokens / max(1, stats.passes):.1f} a pass, {drafts},"
     return (
         f"{rows}{bad}, {tokens} in {seconds_text(stats.wall_s)} ({speed:,.0f} tok/s), load {stats.load_s:.1f} s, "
         f"peak memory {format_bytes(stats.peak_rss_bytes)}{where}"
+    )
+
+
+def _drafts_text(counts: Mapping[str, int]) -> str:
+    """Accepted and drafted tokens by kind of draft; empty without drafts."""
+    suffix = "_drafted_tokens"
+    kinds = [name.removesuffix(suffix) for name in counts if name.endswith(suffix)]
+    return ", ".join(
+        f"{counts[f'{kind}_accepted_tokens']:,} of {counts[kind + suffix]:,} drafted by {kind}" for kind in kinds
     )
 
 

@@ -108,12 +108,12 @@ class DraftModel:
             if self._windows is not None and cached.window is not None:
                 self._windows.close(cached.window)
 
-    def seconds(self, sequences: Sequence[RunningSequence], most: int) -> np.ndarray:
-        """Predicted seconds float64 [most + 1] of 0 to ``most`` drafts of each of ``sequences``. Tokens that the cache
-        lacks, but for a few, count by the share of the rest of the answer that a pass makes."""
+    def seconds(self, sequences: Sequence[RunningSequence], num_tokens: int) -> np.ndarray:
+        """Predicted seconds float64 [num_tokens + 1] of 0 to ``num_tokens`` drafts of each of ``sequences``. Tokens
+        that the cache lacks, but for a few, count by the share of the rest of the answer that a pass makes."""
         if not sequences:
-            return np.zeros(most + 1)
-        count, size, counts = len(sequences), self._policy.micro_batch_tokens, np.arange(most + 1)
+            return np.zeros(num_tokens + 1)
+        count, size, counts = len(sequences), self._policy.micro_batch_tokens, np.arange(num_tokens + 1)
         lengths = [len(one.request.token_ids) + len(one.generated) for one in sequences]
         cached = [0 if (held := self._cached.get(one)) is None else held.accepted for one in sequences]
         behind = [length - have for length, have in zip(lengths, cached, strict=True)]

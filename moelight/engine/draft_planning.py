@@ -47,17 +47,18 @@ def open_draft_model(name: str, target: OpenCheckpoint) -> OpenCheckpoint:
     source = open_model(name)
     if (reason := drafts_refusal(source.profile)) is not None:
         raise ConfigError(f"--draft-model {name}: {reason}")
-    mine, theirs = (Tokenizer.of(one.directory).vocabulary() for one in (target, source))
-    differing = sorted(token for token in mine.keys() & theirs.keys() if mine[token] != theirs[token])
-    few, many = sorted((len(mine), len(theirs)))
+    target_tokens, tokens = (Tokenizer.of(one.directory).vocabulary() for one in (target, source))
+    common = target_tokens.keys() & tokens.keys()
+    differing = sorted(token for token in common if target_tokens[token] != tokens[token])
+    few, many = sorted((len(target_tokens), len(tokens)))
     if differing or 8 * few < 7 * many:
-        what = f"{many - few:,} tokens fewer or more"
+        difference = f"{many - few:,} tokens fewer or more"
         if differing:
             first = differing[0]
-            what = f"token {first} is {theirs[first]!r} there and {mine[first]!r} here"
+            difference = f"token {first} is {tokens[first]!r} there and {target_tokens[first]!r} here"
         raise ConfigError(
-            f"--draft-model {name}: its tokenizer is not that of {target.directory} ({what}); use a smaller model of "
-            "the same family"
+            f"--draft-model {name}: its tokenizer is not that of {target.directory} ({difference}); use a smaller "
+            "model of the same family"
         )
     return source
 
@@ -105,12 +106,12 @@ def plan_drafts(source: OpenCheckpoint, target: Policy, machine: Machine, speeds
 
 
 def why_not_worth(
-    drafts: PlannedDrafts, model: ModelProfile, policy: Policy, dtype: DType, speeds: Speeds, most: int
+    drafts: PlannedDrafts, model: ModelProfile, policy: Policy, dtype: DType, speeds: Speeds, num_tokens: int
 ) -> str | None:
-    """Why at most ``most`` drafts of each sequence save no time under ``policy``, which is resolved, however many of
-    them are accepted; None if they may save some."""
+    """Why at most ``num_tokens`` drafts of each sequence save no time under ``policy``, which is resolved, even if
+    `HOPED_ACCEPTANCE` of them are accepted; None if they may save some."""
     sequences = policy.batch_size
-    counts = np.arange(min(most, int(pass_tokens(policy)) // sequences - 1) + 1)
+    counts = np.arange(min(num_tokens, int(pass_tokens(policy)) // sequences - 1) + 1)
     context = policy.kv_tokens / sequences / 2
     rows = sequences * (1.0 + counts)
     target = PassPrices(model, policy, speeds, dtype)

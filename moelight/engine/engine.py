@@ -239,7 +239,7 @@ class Engine:
         self, options: RunOptions, drafts: PlannedDrafts | None, prices: PassPrices
     ) -> Speculation | None:
         """None where sequences bring no drafts."""
-        if not (most := options.draft_tokens()):
+        if not (num_tokens := options.draft_tokens()):
             return None
         if (reason := drafts_refusal(self.profile)) is not None:
             _log.warning("no drafts: %s", reason)
@@ -250,7 +250,7 @@ class Engine:
             )
         looks_up, chooses = options.speculation != MODEL, options.speculation == AUTO
         return Speculation(
-            NgramDrafts() if looks_up else None, most, DraftPrices(prices) if chooses else None, self._draft_model
+            NgramDrafts() if looks_up else None, num_tokens, DraftPrices(prices) if chooses else None, self._draft_model
         )
 
     def _load(self, source: OpenCheckpoint, options: RunOptions, dtype: DType) -> PassRunner:

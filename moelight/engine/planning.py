@@ -12,7 +12,7 @@ from moelight.core.dtypes import BFLOAT16, FLOAT32, DType, computed_in, dtype_na
 from moelight.core.errors import BudgetError, ConfigError, did_you_mean
 from moelight.core.policy import INT8, Policy
 from moelight.core.units import format_bytes
-from moelight.engine.draft_planning import choose_drafts
+from moelight.engine.draft_planning import choose_drafts, plan_drafts
 from moelight.engine.experts import resident_share
 from moelight.engine.options import EngineOptions
 from moelight.engine.speculation import drafts_refusal
@@ -70,16 +70,21 @@ def plan_for(name: str, source: OpenCheckpoint, machine: Machine, options: Engin
     drafts, refused = choose_drafts(options, source, plan.policy, machine, speeds_for(plan, discrete=machine.discrete))
     if refused is not None:
         return plan
+    left = {tier: max(1, limit - drafts.bytes_on(tier)) for tier, limit in limits.items()}
     try:
-        left = {tier: max(1, limit - drafts.bytes_on(tier)) for tier, limit in limits.items()}
         return _plan_within(left, name, source, machine, options, workload)
-    except BudgetError as error:
-        tier, need = error.tier, drafts.bytes_on(error.tier)
-        raise BudgetError(
-            f"{error}, beside {format_bytes(need)} for the draft model {options.draft_model}",
-            tier=tier,
-            needed_bytes=error.needed_bytes + need,
-        ) from None
+    except BudgetError as error:  # the draft model may take less beside the smallest plan
+        tier, reason = error.tier, error
+    least = _plan_within({**left, tier: reason.needed_bytes}, name, source, machine, options, workload)
+    beside = plan_drafts(drafts.source, least.policy, machine, speeds_for(least, discrete=machine.discrete))
+    need = reason.needed_bytes + beside.bytes_on(tier)
+    if need <= limits[tier]:
+        return least
+    raise BudgetError(
+        f"{reason}, beside {format_bytes(beside.bytes_on(tier))} for the draft model {options.draft_model}",
+        tier=tier,
+        needed_bytes=need,
+    )
 
 
 def _plan_within(

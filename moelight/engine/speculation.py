@@ -54,8 +54,8 @@ class ModelDrafts(Protocol):
 
     @property
     def seconds_spent(self) -> float: ...
-    def seconds(self, sequences: Sequence[RunningSequence], most: int) -> np.ndarray:
-        """Predicted seconds float64 [most + 1] of 0 to ``most`` tokens for each of ``sequences``."""
+    def seconds(self, sequences: Sequence[RunningSequence], num_tokens: int) -> np.ndarray:
+        """Predicted seconds float64 [num_tokens + 1] of 0 to ``num_tokens`` tokens for each of ``sequences``."""
         ...
 
     def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> Mapping[RunningSequence, tuple[int, ...]]:
@@ -210,18 +210,20 @@ class Speculation:
         owners = [sequence for sequence, limit in limits.items() if limit]
         if not owners:
             return {}
-        most = min(max(limits.values()), max(1, room // len(owners)))
-        gains = np.concatenate(([0.0], np.cumsum(self._acceptance.expected(MODEL, 1, most))))
+        num_tokens = min(max(limits.values()), max(1, room // len(owners)))
+        gains = np.concatenate(([0.0], np.cumsum(self._acceptance.expected(MODEL, 1, num_tokens))))
         lengths = np.array([len(drafts[owner].token_ids) for owner in owners])
         others = np.array([self._gain(drafts[owner]) for owner in owners])
-        within = np.minimum(np.arange(most + 1)[:, None], [limits[owner] for owner in owners])  # [most + 1, owners]
+        within = np.minimum(
+            np.arange(num_tokens + 1)[:, None], [limits[owner] for owner in owners]
+        )  # [num_tokens + 1, owners]
         longer = gains[within] > others
-        count = most
+        count = num_tokens
         if self._prices is not None:
             tokens = len(limits) + np.where(longer, gains[within], others).sum(axis=1)
             rows = np.where(longer, within, lengths).sum(axis=1)
             users = [owner for owner, uses in zip(owners, longer[-1], strict=True) if uses]
-            drafting = model.seconds(users, most)
+            drafting = model.seconds(users, num_tokens)
             count = self._best(policy, tokens, rows, list(limits), prompt_tokens, self._prices, drafting)
         began_s = model.seconds_spent
         asked = [(owner, int(within[count, at])) for at, owner in enumerate(owners) if longer[count, at]]

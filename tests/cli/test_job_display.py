@@ -246,6 +246,11 @@ def test_the_first_and_the_last_line_say_it_all() -> None:
         "7 completions, 1 failed, 900 tokens in 2.00 s (450 tok/s), load 0.5 s, peak memory 3.0GiB -> out.jsonl"
     )
     no_answers = replace(stats, completion_tokens=0)
+    counts = {"drafted_tokens": 1200, "model_drafted_tokens": 1000, "model_accepted_tokens": 700}
+    with_drafts = replace(stats, counts={**counts, "lookup_drafted_tokens": 200, "lookup_accepted_tokens": 50})
+    assert " a pass, 700 of 1,000 drafted by model, 50 of 200 drafted by lookup, in " in end_line(
+        with_drafts, completed=7, failed=1
+    )
     assert end_line(no_answers, completed=7, failed=0) == (
         "7 completions, 0 tokens in 2.00 s (0 tok/s), load 0.5 s, peak memory 3.0GiB"
     )

@@ -31,7 +31,7 @@ from tests.cases import thorough
 from tests.engine.test_drafts import StatedPrices, everything, sequence
 from tests.engine.test_invariance import DEVICES
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, SIZES, comparable, run
-from tests.engines import Tiny, least_memory
+from tests.engines import Tiny
 from tests.tiny import save_tiny
 from tests.weights.gguf_files import write_gguf
 
@@ -56,12 +56,13 @@ def check(policy: Policy, draft_model: Path, sampling: Any) -> tuple[Any, Any]:
     assert comparable(policy, answers) == comparable(policy, plain)
     assert after.completion_tokens == before.completion_tokens
     counts = after.counts
-    assert 0 < counts["model_drafted_tokens"]
-    assert counts["model_accepted_tokens"] <= counts["accepted_tokens"] <= counts["drafted_tokens"]
+    kinds = {"model", "grammar"}
+    assert counts["drafted_tokens"] == sum(counts.get(f"{kind}_drafted_tokens", 0) for kind in kinds) > 0
+    assert counts["accepted_tokens"] == sum(counts.get(f"{kind}_accepted_tokens", 0) for kind in kinds)
     return before, after
 
 
-@pytest.mark.parametrize("devices", thorough(DEVICES, but=["cpu", "gpu-cache", "split"]))
+@pytest.mark.parametrize("devices", thorough(DEVICES, but=["cpu", "gpu-cache"]))
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_another_model_gives_the_same_tokens(target: Path, other: Path, devices: str, sampling: Any) -> None:
     check(Policy(model=str(target), **SIZES, **DEVICES[devices]), other, sampling)
@@ -76,14 +77,14 @@ def test_a_model_guesses_its_greedy_tokens(target: Path, devices: str) -> None:
     assert 2 * after.passes < before.passes
 
 
-@pytest.mark.parametrize("devices", ["cpu", "gpu-cache"])
+@pytest.mark.parametrize("devices", thorough(["cpu", "gpu-cache"], but=["cpu"]))
 @pytest.mark.parametrize(
     "how",
     [
         {"repetition_penalty": 1.3, "logprobs": 2, "temperature": 0.7},
         {"stop": ["a", "e"], "logit_bias": {97: 3.0}, "min_tokens": 5},
         {"structured_outputs": StructuredOutputs(regex="(abc|abd)+[0-9]{3}")},
-        {"n": 3, "temperature": 0.8, "bad_words": ["a"]},
+        {"n": 2, "max_tokens": 9, "temperature": 0.8, "bad_words": ["a"]},
     ],
     ids="-".join,
 )
@@ -97,7 +98,6 @@ def test_models_with_windows_or_latents_draft(target: Path, checkpoints: Any, fa
     directory, _ = checkpoints(family)
     policy = Policy(model=str(directory), **SIZES)
     assert check(policy, directory, GREEDY)[1].counts["model_accepted_tokens"] > 20
-    check(Policy(model=str(target), **SIZES), directory, GREEDY)
 
 
 def test_a_file_drafts(tmp_path: Path) -> None:
@@ -147,7 +147,8 @@ def test_a_later_call_drafts_too(target: Path) -> None:
         next(stream)
         stream.close()  # type: ignore[attr-defined]
         before = engine.stats.counts["model_accepted_tokens"]
-        assert engine.generate(PROMPTS, GREEDY) == [replace(one, cached_tokens=one.cached_tokens) for one in first]
+        again = engine.generate(PROMPTS, GREEDY)
+        assert [one.token_ids for one in again] == [one.token_ids for one in first]
         assert engine.stats.counts["model_accepted_tokens"] > before
 
 
@@ -166,10 +167,11 @@ def test_another_tokenizer_is_refused_in_one_line(
         Engine(Policy(model=str(target)), device="cpu", draft_model=str(strange))
     (tmp_path / "prompts.txt").write_text("a\n", encoding="utf-8")
     arguments = ["generate", str(tmp_path / "prompts.txt"), "--model", str(target), "--draft-model", str(strange)]
+    capsys.readouterr()
     assert main([*arguments, "--device", "cpu", "--max-tokens", "2"]) == 2
-    said = capsys.readouterr().err.strip()
-    assert "its tokenizer is not that of" in said
-    assert len(said.splitlines()) == 1
+    message = capsys.readouterr().err.strip()
+    assert "its tokenizer is not that of" in message
+    assert len(message.splitlines()) == 1
 
 
 def test_a_model_with_state_is_refused(target: Path, checkpoints: Any) -> None:
@@ -202,11 +204,8 @@ def test_a_plan_leaves_memory_for_the_draft_model(target: Path, other: Path, unp
     assert refused is None
     assert 0 < drafts.bytes_on("host") < limit
     assert plan.use_of("host").capacity_bytes <= limit - drafts.bytes_on("host")
-    alone = plan_for(str(target), source, machine, EngineOptions(device="cpu", host_memory=limit), workload)
-    assert alone.use_of("host").capacity_bytes == limit
-    least = least_memory(target, "cpu", workload)["host_memory"]
     with pytest.raises(BudgetError, match="for the draft model") as error:
-        plan_for(str(target), source, machine, replace(options, host_memory=least), workload)
+        plan_for(str(target), source, machine, replace(options, host_memory=1), workload)
     plan_for(str(target), source, machine, replace(options, host_memory=error.value.needed_bytes), workload)
 
 
@@ -253,8 +252,8 @@ class StatedModel:
         self.seconds_spent, self._draft_s = 0.0, draft_s
         self.asked: list[int] = []
 
-    def seconds(self, sequences: Sequence[RunningSequence], most: int) -> np.ndarray:
-        return self._draft_s * np.arange(most + 1)
+    def seconds(self, sequences: Sequence[RunningSequence], num_tokens: int) -> np.ndarray:
+        return self._draft_s * np.arange(num_tokens + 1)
 
     def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> Mapping[RunningSequence, tuple[int, ...]]:
         self.asked = [count for _, count in asked]
