@@ -204,8 +204,10 @@ def test_a_plan_leaves_memory_for_the_draft_model(target: Path, other: Path, unp
     assert refused is None
     assert 0 < drafts.bytes_on("host") < limit
     assert plan.use_of("host").capacity_bytes <= limit - drafts.bytes_on("host")
-    with pytest.raises(BudgetError, match="for the draft model") as error:
+    with pytest.raises(BudgetError) as alone:
         plan_for(str(target), source, machine, replace(options, host_memory=1), workload)
+    with pytest.raises(BudgetError, match="for the draft model") as error:
+        plan_for(str(target), source, machine, replace(options, host_memory=alone.value.needed_bytes), workload)
     plan_for(str(target), source, machine, replace(options, host_memory=error.value.needed_bytes), workload)
 
 
