@@ -11,13 +11,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from moelight.engine.batcher import RunningSequence, keys_of
+from moelight.engine.batcher import MicroBatchPlan, RunningSequence, keys_of
 from moelight.engine.draft_planning import PlannedDrafts
 from moelight.engine.draft_prices import DraftPrices
+from moelight.engine.drafts import MODEL
+from moelight.engine.loaded_model import LoadedModel
 from moelight.engine.pass_runner import PassRunner
 from moelight.engine.sampling import likeliest_tokens
 from moelight.engine.window_blocks import WindowTable, blocks_of_windows
@@ -44,9 +47,10 @@ class CachedSequence:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Turn:
+class DraftTurn:
     """``count`` tokens are to be drafted behind the ``length`` tokens of a sequence, of which those from ``start`` on
-    are not in the cache: ``pending``, and later the newest draft."""
+    are not in the cache: ``pending``, and later the newest draft. ``hidden`` [pending, H]: of the positions
+    before them, where the model sees these."""
 
     sequence: RunningSequence
     cached: CachedSequence
@@ -54,17 +58,19 @@ class _Turn:
     length: int
     start: int
     pending: list[int]
+    hidden: Tensor | None = None
     drafted: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
+class DraftPiece:
     """Tokens of one turn in one pass; ``last``: a draft follows them."""
 
-    turn: _Turn
+    turn: DraftTurn
     start: int
     token_ids: list[int]
     last: bool
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +86,11 @@ class DraftModel:
     """The drafts of a loaded model, which are tokens below ``vocab_size``.
 
     Attributes:
+        kind: of its drafts.
         seconds_spent: on all drafts so far.
     """
+
+    kind: ClassVar[str] = MODEL
 
     def __init__(self, drafts: PlannedDrafts, machine: Machine, *, lanes: str, vocab_size: int) -> None:
         self.seconds_spent = 0.0
@@ -126,6 +135,9 @@ class DraftModel:
         (prompt_s,) = self._prices.seconds(self._policy, 1, context, size, np.zeros(1))
         return np.where(counts > 0, first + (counts - 1) * plain + once * prompt_s / size * (1 + counts), 0.0)
 
+    def landed(self, plans: Sequence[MicroBatchPlan], tokens: Sequence[Sequence[int]], model: LoadedModel) -> None:
+        """A pass of the other model chose ``tokens``; only `PredictionDrafts` sees its hidden states."""
+
     def draft(self, asked: Iterable[tuple[RunningSequence, int]]) -> dict[RunningSequence, tuple[int, ...]]:
         """At most so many tokens that may follow each sequence; of none where the cache is full, or it exceeds the
         context or the vocabulary of the model."""
@@ -142,7 +154,7 @@ class DraftModel:
     def _shared(self, token: int) -> bool:
         return token < self._vocab_size
 
-    def _turn(self, sequence: RunningSequence, count: int) -> _Turn | None:
+    def _turn(self, sequence: RunningSequence, count: int) -> DraftTurn | None:
         """Where the model goes on with ``sequence``; None if it cannot."""
         prompt, generated = sequence.request.token_ids, sequence.generated
         length = len(prompt) + len(generated)
@@ -154,14 +166,14 @@ class DraftModel:
         pending = [*prompt[start:], *generated[max(0, start - len(prompt)) :]]
         if count < 1 or max(pending) >= self._profile.vocab_size:
             return None
-        return _Turn(sequence=sequence, cached=cached, count=count, length=length, start=start, pending=pending)
+        return DraftTurn(sequence=sequence, cached=cached, count=count, length=length, start=start, pending=pending)
 
-    def _begin(self, turns: Sequence[_Turn]) -> list[_Turn]:
+    def _begin(self, turns: Sequence[DraftTurn]) -> list[DraftTurn]:
         """Compute the first draft of every turn for which there are blocks. Prompts that begin alike are computed one
         after the other: the second shares the blocks of the first."""
-        begun = list[_Turn]()
+        begun = list[DraftTurn]()
         while turns:
-            coming, later, promised = list[_Turn](), list[_Turn](), dict[bytes, int]()
+            coming, later, promised = list[DraftTurn](), list[DraftTurn](), dict[bytes, int]()
             for turn in turns:
                 keys = self._keys(turn)
                 missing = next((key for key in keys if self._pool.find(key) is None), None)
@@ -177,13 +189,13 @@ class DraftModel:
             turns = later
         return begun
 
-    def _keys(self, turn: _Turn) -> Sequence[bytes]:
+    def _keys(self, turn: DraftTurn) -> Sequence[bytes]:
         """The keys of the blocks that hold nothing but the prompt of a sequence that is new, but for its last token."""
-        if turn.cached.blocks or self._windows is not None:
+        if turn.cached.blocks or turn.hidden is not None or self._windows is not None:
             return ()
         return keys_of(turn.sequence.request.token_ids[: turn.length - 1], self._size)
 
-    def _open(self, turn: _Turn, keys: Sequence[bytes]) -> bool:
+    def _open(self, turn: DraftTurn, keys: Sequence[bytes]) -> bool:
         """Reserve blocks for all that ``turn`` computes; False if the cache is full."""
         cached, sequence = turn.cached, turn.sequence
         shared = list[int]()
@@ -191,7 +203,7 @@ class DraftModel:
             if (block := self._pool.find(key)) is None:
                 break
             shared.append(block)
-        need = -(-(turn.length + turn.count - 1) // self._size) - len(cached.blocks) - len(shared)
+        need = -(-(turn.length + max(0, turn.count - 1)) // self._size) - len(cached.blocks) - len(shared)
         if need > self._pool.free_beside(shared):
             return False
         if self._windows is not None:
@@ -209,11 +221,11 @@ class DraftModel:
         self._cached[sequence] = cached
         return True
 
-    def _compute(self, turns: Sequence[_Turn]) -> None:
+    def _compute(self, turns: Sequence[DraftTurn]) -> None:
         """Compute what is pending of ``turns``, and the draft that follows, in as many passes as that takes."""
-        pieces, room = list[_Piece](), self._policy.micro_batch_tokens
+        pieces, room = list[DraftPiece](), self._policy.micro_batch_tokens
         for turn in turns:
-            start, tokens = turn.start, turn.pending
+            start, tokens, hidden = turn.start, turn.pending, turn.hidden
             while tokens:
                 if not room or len(pieces) == self._policy.micro_batch_size:
                     self._run(pieces)
@@ -221,29 +233,40 @@ class DraftModel:
                 # A window that slides holds one new block.
                 count = min(room, self._size if self._windows is not None and turn.start else room)
                 part, tokens = tokens[:count], tokens[count:]
-                pieces.append(_Piece(turn=turn, start=start, token_ids=part, last=not tokens))
+                before = None if hidden is None else hidden[: len(part)]
+                hidden = None if hidden is None else hidden[len(part) :]
+                last = not tokens and turn.count > 0
+                pieces.append(DraftPiece(turn=turn, start=start, token_ids=part, last=last, hidden=before))
                 start, room = start + len(part), 0 if tokens else room - len(part)
         if pieces:
             self._run(pieces)
 
-    def _run(self, pieces: Sequence[_Piece]) -> None:
+    def _run(self, pieces: Sequence[DraftPiece]) -> None:
         """One pass."""
         pieces = sorted(pieces, key=lambda piece: (not _decodes(piece), len(piece.token_ids)))
         chunks = [self._chunk(piece, slot) for slot, piece in enumerate(pieces)]
         began_s = time.perf_counter()
         prefill_only = self._discrete and all(piece.start == 0 for piece in pieces)
         load = _Load(tokens=sum(chunk.count for chunk in chunks), prefill_only=prefill_only)
+        self._see(pieces)
         packed = self._passes.pack_chunks([load], [chunks])
         launched = self._passes.launch_with(packed, (self._likeliest, _nothing, _nothing), follows=False)
         timeline, (tokens,) = self._passes.land(launched)
         busy_s = {str(lane): busy for lane, busy in timeline.busy_s().items()}
         self._observe(pieces, time.perf_counter() - began_s, busy_s)
-        for piece, token in zip([piece for piece in pieces if piece.last], tokens, strict=True):
-            turn = piece.turn
-            turn.start, turn.pending = piece.start + len(piece.token_ids), [token]
-            turn.drafted.append(token)
+        row, chosen = 0, iter(tokens)
+        for piece in pieces:
+            row += len(piece.token_ids)
+            if piece.last:
+                turn, token = piece.turn, next(chosen)
+                turn.start, turn.pending = piece.start + len(piece.token_ids), [token]
+                turn.hidden = None if turn.hidden is None else final_hidden(self._passes.model, row - 1, row)
+                turn.drafted.append(token)
 
-    def _chunk(self, piece: _Piece, slot: int) -> Chunk:
+    def _see(self, pieces: Sequence[DraftPiece]) -> None:
+        """Hand the hidden states of ``pieces`` to the model; only a prediction layer sees them."""
+
+    def _chunk(self, piece: DraftPiece, slot: int) -> Chunk:
         cached, end = piece.turn.cached, piece.start + len(piece.token_ids)
         if self._windows is not None and cached.window is not None:
             if piece.start < piece.turn.length:
@@ -263,7 +286,7 @@ class DraftModel:
     def _likeliest(self, _micro_batch: int, _first: int, logits: Tensor) -> Tensor:
         return likeliest_tokens(logits, discrete=self._discrete)[0]
 
-    def _observe(self, pieces: Sequence[_Piece], seconds: float, busy_s: Mapping[str, float]) -> None:
+    def _observe(self, pieces: Sequence[DraftPiece], seconds: float, busy_s: Mapping[str, float]) -> None:
         rows = [piece for piece in pieces if _decodes(piece)]
         prompts = [len(piece.token_ids) for piece in pieces if not _decodes(piece)]
         run = Passed(
@@ -278,7 +301,12 @@ class DraftModel:
         self._prices.observe(run, drafts=run.decode_tokens > len(rows), policy=self._policy)
 
 
-def _decodes(piece: _Piece) -> bool:
+def final_hidden(model: LoadedModel, begin: int, end: int) -> Tensor:
+    """Copies of the final hidden states of rows ``begin`` to ``end`` of the last pass of ``model``."""
+    return model.operations.decoder.final_hidden(model.hidden[begin:end]).clone()
+
+
+def _decodes(piece: DraftPiece) -> bool:
     return piece.start > 0 and len(piece.token_ids) < _LONG
 
 

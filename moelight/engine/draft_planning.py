@@ -10,13 +10,13 @@ from moelight.core.dtypes import DType
 from moelight.core.errors import ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.engine.loaded_model import weight_dtype
-from moelight.engine.options import AUTO, RunOptions
+from moelight.engine.options import AUTO, MTP, RunOptions
 from moelight.engine.speculation import drafts_refusal
 from moelight.engine.tokenizer import Tokenizer
 from moelight.hrm.footprint import Footprint, footprint, pass_tokens
 from moelight.hrm.machine_model import Speeds
 from moelight.hrm.workload_model import Passes
-from moelight.models.checkpoints import open_model
+from moelight.models.checkpoints import open_model, open_prediction
 from moelight.optimizer.pass_prices import PassPrices
 from moelight.profiles.model import ModelProfile
 from moelight.runtime.machine import Machine
@@ -66,12 +66,16 @@ def open_draft_model(name: str, target: OpenCheckpoint) -> OpenCheckpoint:
 def choose_drafts(
     options: RunOptions, target: OpenCheckpoint, policy: Policy, machine: Machine, speeds: Speeds
 ) -> tuple[PlannedDrafts, str | None]:
-    """The draft model of ``options`` for ``target`` under ``policy``, which is resolved; and why it does not pay, if
-    that is asked for. Raises as `open_draft_model`."""
-    name = str(options.draft_model)
+    """The draft model, or the prediction layer, of ``options`` for ``target`` under ``policy``, which is resolved; and
+    why it does not pay, if that is asked for. Raises as `open_draft_model` and `open_prediction`."""
+    predicts, name = options.speculation == MTP, str(options.draft_model)
     if target.profile.ranks > 1:
-        raise ConfigError(f"--draft-model {name} and --tp contradict each other: ranks follow one model; leave out one")
-    drafts = plan_drafts(open_draft_model(name, target), policy, machine, speeds)
+        option = "--speculate mtp" if predicts else f"--draft-model {name}"
+        raise ConfigError(f"{option} and --tp contradict each other: ranks follow one model; leave out one")
+    if predicts and machine.discrete:
+        raise ConfigError("--speculate mtp is served on a CPU alone; use --device cpu, or --speculate ngram")
+    source = open_prediction(target.directory) if predicts else open_draft_model(name, target)
+    drafts = plan_drafts(source, policy, machine, speeds)
     if options.speculation != AUTO:
         return drafts, None
     dtype = weight_dtype(policy, target, machine)

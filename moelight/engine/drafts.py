@@ -15,8 +15,9 @@ import numpy as np
 
 from moelight.engine.batcher import RunningSequence
 
-# Kinds of drafts: looked up in the sequence, or in another answer of the job; of a model; what a grammar leaves.
-SEQUENCE, JOB, MODEL, FORCED = "sequence", "job", "model", "forced"
+# Kinds of drafts: looked up in the sequence, or in another answer of the job; of a draft model, or of the model's
+# prediction layer; what a grammar leaves.
+SEQUENCE, JOB, MODEL, PREDICTED, FORCED = "sequence", "job", "model", "mtp", "forced"
 LONGEST_MATCH = 16  # tokens; longer ones predict no better
 LEAST_MATCH = 2
 RESUMED = 4  # a repetition of so many tokens is resumed after other tokens, unless there is a match as long

@@ -32,7 +32,7 @@ from moelight.engine.draft_prices import DraftPrices
 from moelight.engine.drafts import NgramDrafts
 from moelight.engine.experts import choices_for
 from moelight.engine.loaded_model import weight_dtype
-from moelight.engine.options import AUTO, MODEL, EngineOptions, RunOptions
+from moelight.engine.options import AUTO, MTP, NGRAM, EngineOptions, RunOptions
 from moelight.engine.output_processor import OutputProcessor, ScoreWatch, check_tokens
 from moelight.engine.pass_runner import PackedPass, PassRunner
 from moelight.engine.planning import (
@@ -44,6 +44,7 @@ from moelight.engine.planning import (
     stage_pages,
 )
 from moelight.engine.pooling import stack_embeddings
+from moelight.engine.prediction_drafts import PredictionDrafts
 from moelight.engine.ranks import LeadingRunner, RankGroup, count_ranks, open_for
 from moelight.engine.reasoning import OFF, check_mode, reasoning_start
 from moelight.engine.routing import check_routing
@@ -178,7 +179,6 @@ class Engine:
         began = time.perf_counter()
         options = (options or RunOptions()).changed(values)
         self._reasoning = check_mode(options.reasoning)
-        options.draft_tokens()
         self.plan = policy if isinstance(policy, Plan) else None
         run_policy = policy.policy if isinstance(policy, Plan) else policy
         machine = find_machine("cpu" if options.device == AUTO and not run_policy.discrete else options.device)
@@ -199,18 +199,13 @@ class Engine:
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._calls = CallConstraints(self._constraints)
         self._device_limit = self.plan.use_of("device").capacity_bytes if self.plan and machine.discrete else 0
-        drafts = self._drafts(options, source, speeds)
-        if self._device_limit and drafts is not None:
-            self._device_limit += drafts.bytes_on("device")
+        drafts = self._plan_drafts(options, source, speeds)
         self._guard_device_memory()
         self._passes: PassRunner | None = self._load(source, options, dtype)
-        self._draft_model: DraftModel | None = None
         share = options.prefix_caching and not self.profile.stateful
         self._batcher = _batcher(self.policy, self.plan, self.profile, self._passes, machine.discrete, share)
         self._adapting = self._adaptation(options.adapt, speeds, self._passes)
-        self._speculation = self._open_speculation(
-            options, drafts, PassPrices(self.profile, self.policy, speeds, dtype)
-        )
+        self._speculation = self._open_speculation(options, drafts, speeds, dtype)
         self._totals = LaneTotals(self._passes.model.lanes)
         self._load_s = time.perf_counter() - began
         self._wall_s = self._python_s = self._collected_s = 0.0
@@ -225,33 +220,37 @@ class Engine:
         fixed = () if self.plan is None else self.plan.fixed
         return PassAdaptation(self.profile, self.policy, speeds, fixed, self._batcher, passes)
 
-    def _drafts(self, options: RunOptions, source: OpenCheckpoint, speeds: Speeds) -> PlannedDrafts | None:
-        """The draft model, if one is named and pays; its text says why not."""
-        if options.draft_model is None or drafts_refusal(self.profile) is not None:
+    def _plan_drafts(self, options: RunOptions, source: OpenCheckpoint, speeds: Speeds) -> PlannedDrafts | None:
+        """The draft model, if one is asked for and pays; its memory is none of the plan's."""
+        options.draft_tokens()
+        if not options.drafts_by_model or drafts_refusal(self.profile) is not None:
             return None
         drafts, refused = choose_drafts(options, source, self.policy, self._machine, speeds)
         if refused is not None:
             _log.warning("no draft model: %s", refused)
             return None
+        if self._device_limit:
+            self._device_limit += drafts.bytes_on("device")
         return drafts
 
     def _open_speculation(
-        self, options: RunOptions, drafts: PlannedDrafts | None, prices: PassPrices
+        self, options: RunOptions, drafts: PlannedDrafts | None, speeds: Speeds, dtype: DType
     ) -> Speculation | None:
         """None where sequences bring no drafts."""
+        self._draft_model: DraftModel | None = None
         if not (num_tokens := options.draft_tokens()):
             return None
         if (reason := drafts_refusal(self.profile)) is not None:
             _log.warning("no drafts: %s", reason)
             return None
         if drafts is not None:
-            self._draft_model = DraftModel(
-                drafts, self._machine, lanes=options.lanes, vocab_size=self.profile.vocab_size
-            )
-        looks_up, chooses = options.speculation != MODEL, options.speculation == AUTO
-        return Speculation(
-            NgramDrafts() if looks_up else None, num_tokens, DraftPrices(prices) if chooses else None, self._draft_model
-        )
+            kind = PredictionDrafts if options.speculation == MTP else DraftModel
+            self._draft_model = kind(drafts, self._machine, lanes=options.lanes, vocab_size=self.profile.vocab_size)
+        lookup = NgramDrafts() if options.speculation in (NGRAM, AUTO) else None
+        prices = None
+        if options.speculation == AUTO:
+            prices = DraftPrices(PassPrices(self.profile, self.policy, speeds, dtype))
+        return Speculation(lookup, num_tokens, prices, self._draft_model)
 
     def _load(self, source: OpenCheckpoint, options: RunOptions, dtype: DType) -> PassRunner:
         """The loaded model; expert pages are staged if the system refuses to lock their memory."""
@@ -513,6 +512,8 @@ class Engine:
         self._num_passes += 1
         self._device_waits = self._loaded.model.executor.device_waits
         self._totals.add(self.timeline)
+        if self._speculation is not None:
+            self._speculation.landed(launched.plans, tokens, self._loaded.model)
         return tokens
 
     def _collect(

@@ -10,8 +10,8 @@ from moelight.core.errors import ConfigError, did_you_mean, refuse_unknown
 from moelight.core.units import parse_bytes
 from moelight.experts.options import ExpertOptions
 
-AUTO, OFF, NGRAM, MODEL = "auto", "off", "ngram", "model"
-SPECULATION = (OFF, NGRAM, MODEL, AUTO)
+AUTO, OFF, NGRAM, MODEL, MTP = "auto", "off", "ngram", "model", "mtp"
+SPECULATION = (OFF, NGRAM, MODEL, MTP, AUTO)
 MOST_DRAFT_TOKENS = 64
 _Options = TypeVar("_Options", bound="RunOptions")
 
@@ -49,9 +49,10 @@ class RunOptions:
     )
     speculate: str | None = _option(
         "Speculative decoding: ngram verifies all drafts of tokens that followed the same tokens before, in the prompt "
-        "or in completions; model all drafts of --draft-model; auto drafts of either kind that are expected to save "
-        "time. By default off, or auto with --draft-model. Completions stay the same.",
-        metavar="off|ngram|model|auto",
+        "or in completions; model all drafts of --draft-model; mtp all of the model's own layer of multi-token "
+        "prediction; auto those of n-grams and of --draft-model that are expected to save time. By default off, or "
+        "auto with --draft-model. Completions stay the same.",
+        metavar="off|ngram|model|mtp|auto",
     )
     draft_model: str | None = _option(
         "Smaller model with the same tokenizer that drafts tokens: a directory, a GGUF file or a hub id. It stays in "
@@ -59,7 +60,7 @@ class RunOptions:
         metavar="MODEL",
     )
     num_speculative_tokens: int | None = _option(
-        "Maximum number of draft tokens per sequence and pass; by default 5, or 16 with --speculate auto.",
+        "Maximum number of draft tokens per sequence and pass; by default 5, 16 with --speculate auto, 1 with mtp.",
         min=1,
         max=MOST_DRAFT_TOKENS,
         metavar="K",
@@ -79,6 +80,11 @@ class RunOptions:
         """The value of ``speculate``, or its default."""
         return self.speculate or (OFF if self.draft_model is None else AUTO)
 
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether a draft model, or the layer of multi-token prediction, is to be loaded."""
+        return self.draft_model is not None or self.speculation == MTP
+
     def draft_tokens(self) -> int:
         """The most draft tokens of a sequence in a pass; 0 without speculative decoding. Raises ConfigError for an
         unknown value of ``speculate``, for a number of tokens that is out of range, and for options without effect."""
@@ -91,13 +97,13 @@ class RunOptions:
             raise ConfigError(f"num_speculative_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {count}")
         if self.draft_model is None and how == MODEL:
             raise ConfigError("speculate model needs a draft_model")
-        if self.draft_model is not None and how in (OFF, NGRAM):
+        if self.draft_model is not None and how in (OFF, NGRAM, MTP):
             raise ConfigError(f"draft_model {self.draft_model} and speculate {how} contradict each other")
         if how == OFF:
             if count is not None:
-                raise ConfigError(f"num_speculative_tokens {count} needs speculate ngram, model or auto")
+                raise ConfigError(f"num_speculative_tokens {count} needs speculate ngram, model, mtp or auto")
             return 0
-        return count or (16 if how == AUTO else 5)
+        return count or {AUTO: 16, MTP: 1}.get(how, 5)
 
     def changed(self: _Options, values: Mapping[str, Any]) -> _Options:
         """Return the options with ``values``, by name; None of ``experts`` is the default. Raises ConfigError for an

@@ -65,7 +65,7 @@ def plan_for(name: str, source: OpenCheckpoint, machine: Machine, options: Engin
     the draft model if one is named and pays. Raises BudgetError if nothing fits."""
     limits = _limits(machine, options.host_memory, options.device_memory)
     plan = _plan_within(limits, name, source, machine, options, workload)
-    if not options.draft_tokens() or options.draft_model is None or drafts_refusal(source.profile) is not None:
+    if not options.draft_tokens() or not options.drafts_by_model or drafts_refusal(source.profile) is not None:
         return plan
     drafts, refused = choose_drafts(options, source, plan.policy, machine, speeds_for(plan, discrete=machine.discrete))
     if refused is not None:
@@ -81,7 +81,7 @@ def plan_for(name: str, source: OpenCheckpoint, machine: Machine, options: Engin
     if need <= limits[tier]:
         return least
     raise BudgetError(
-        f"{reason}, beside {format_bytes(beside.bytes_on(tier))} for the draft model {options.draft_model}",
+        f"{reason}, beside {format_bytes(beside.bytes_on(tier))} for drafts of {options.draft_model or 'mtp'}",
         tier=tier,
         needed_bytes=need,
     )

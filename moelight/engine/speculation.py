@@ -12,19 +12,21 @@ from moelight.core.policy import Policy
 from moelight.engine.adaptation import passed
 from moelight.engine.batcher import MicroBatchPlan, RunningSequence
 from moelight.engine.draft_prices import DraftPrices
-from moelight.engine.drafts import FORCED, JOB, LONGEST_MATCH, MODEL, NO_DRAFT, SEQUENCE, Draft
+from moelight.engine.drafts import FORCED, JOB, LONGEST_MATCH, MODEL, NO_DRAFT, PREDICTED, SEQUENCE, Draft
+from moelight.engine.loaded_model import LoadedModel
 from moelight.profiles.model import ModelProfile
 
 # What remains of a draft for a sequence where a token is impossible, or other tokens, at most so many, have to follow.
 Possible = Callable[[RunningSequence, Sequence[int], int], Sequence[int]]
-_KINDS = (SEQUENCE, JOB, FORCED, MODEL)
-_REPORTED = {SEQUENCE: "lookup", JOB: "lookup", FORCED: "grammar", MODEL: "model"}
+_KINDS = (SEQUENCE, JOB, FORCED, MODEL, PREDICTED)
+_REPORTED = {SEQUENCE: "lookup", JOB: "lookup", FORCED: "grammar", MODEL: "model", PREDICTED: "mtp"}
 _MATCHES = (1, 2, 3, 4, 6, 10, LONGEST_MATCH)  # least lengths of matches that are counted together
 # Of tokens accepted after those before them, by kind and length of the match.
 _PRIORS = (
     (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9),
     (0.3, 0.45, 0.55, 0.65, 0.75, 0.8, 0.85),
     (0.95,) * 7,
+    (0.7,) * 7,
     (0.7,) * 7,
 )
 _PRIOR_WEIGHT = 8.0  # accepted or rejected drafts that an expectation counts as
@@ -53,7 +55,13 @@ class ModelDrafts(Protocol):
     """A model whose drafts take time (`draft_model.DraftModel`)."""
 
     @property
+    def kind(self) -> str: ...
+    @property
     def seconds_spent(self) -> float: ...
+    def landed(self, plans: Sequence[MicroBatchPlan], tokens: Sequence[Sequence[int]], model: LoadedModel) -> None:
+        """A pass of ``model``, for which it drafts, chose ``tokens``; its hidden states are there until the next."""
+        ...
+
     def seconds(self, sequences: Sequence[RunningSequence], num_tokens: int) -> np.ndarray:
         """Predicted seconds float64 [num_tokens + 1] of 0 to ``num_tokens`` tokens for each of ``sequences``."""
         ...
@@ -211,7 +219,7 @@ class Speculation:
         if not owners:
             return {}
         num_tokens = min(max(limits.values()), max(1, room // len(owners)))
-        gains = np.concatenate(([0.0], np.cumsum(self._acceptance.expected(MODEL, 1, num_tokens))))
+        gains = np.concatenate(([0.0], np.cumsum(self._acceptance.expected(model.kind, 1, num_tokens))))
         lengths = np.array([len(drafts[owner].token_ids) for owner in owners])
         others = np.array([self._gain(drafts[owner]) for owner in owners])
         within = np.minimum(
@@ -229,7 +237,7 @@ class Speculation:
         asked = [(owner, int(within[count, at])) for at, owner in enumerate(owners) if longer[count, at]]
         made = model.draft(asked) if asked else {}
         self.drafting_s = model.seconds_spent - began_s
-        return {owner: Draft(token_ids, 1, MODEL) for owner, token_ids in made.items() if token_ids}
+        return {owner: Draft(token_ids, 1, model.kind) for owner, token_ids in made.items() if token_ids}
 
     def _gain(self, draft: Draft) -> float:
         """The tokens of ``draft`` that are expected to be accepted."""
@@ -299,6 +307,11 @@ class Speculation:
         worth = tokens - rate * (prices.seconds(policy, count, context, prompt_tokens, rows) + drafting_s)
         best = int(np.argmax(worth))
         return best if worth[best] - worth[0] >= _LEAST_GAIN * count else 0
+
+    def landed(self, plans: Sequence[MicroBatchPlan], tokens: Sequence[Sequence[int]], model: LoadedModel) -> None:
+        """A pass of ``model`` chose ``tokens``; none has been launched since."""
+        if self._model is not None:
+            self._model.landed(plans, tokens, model)
 
     def after(
         self,

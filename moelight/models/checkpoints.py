@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from moelight.core.errors import ConfigError
 from moelight.kernels.products import Workspace
 from moelight.kernels.ranks import Ranks
 from moelight.models.decoder import NativeDecoder
@@ -20,6 +21,7 @@ from moelight.models.graph.decoder import GraphDecoder
 from moelight.models.graph.gguf import GGUF_KIND, config_values_of, graph_checkpoint
 from moelight.models.graph.layers import use_kernels
 from moelight.models.graph.model import GraphModel, config_of, on_meta, read_config
+from moelight.models.graph.prediction import as_prediction, prediction_config, prediction_tensors
 from moelight.models.graph.profile import profile_of
 from moelight.models.graph.self_test import prove_config
 from moelight.models.graph.stored import with_stored_weights
@@ -35,6 +37,7 @@ from moelight.profiles.model import ModelProfile, StoredTensor, not_computed
 from moelight.profiles.quantization import Kept, read_quantization, with_stored
 from moelight.weights.gguf_checkpoint import gguf_checkpoint
 from moelight.weights.load import load_dense
+from moelight.weights.loose_experts import experts_one_by_one
 from moelight.weights.source import GGUF, Checkpoint, resolve_model
 from moelight.weights.tensor_map import (
     OpenCheckpoint,
@@ -44,6 +47,7 @@ from moelight.weights.tensor_map import (
     open_needed,
     plain_matrices,
 )
+from moelight.weights.torch_dtypes import from_torch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -161,6 +165,27 @@ def _open_graph(directory: Path) -> OpenCheckpoint:
     model = GraphModel(on_meta(config))
     text, checkpoint = path.read_text(encoding="utf-8"), matrices_of(directory, model)
     opened, _ = _graph_of(config, model, checkpoint, text, directory.resolve().name, path)
+    return _as_quantised(opened, model, path)
+
+
+def open_prediction(directory: Path) -> OpenCheckpoint:
+    """The layer of multi-token prediction in the checkpoint ``directory``, as a model of one layer; in the place of its
+    embedding is a `PredictionInput`. Raises as `_graph_of`, and ConfigError if there is none that is served."""
+    if directory.suffix == GGUF:
+        raise ConfigError(f"{directory}: multi-token prediction of GGUF files is not served; use --speculate ngram")
+    path, config = directory / "config.json", read_config(directory)
+    stored = prediction_tensors(Checkpoint.open(directory), config.get_text_config().num_hidden_layers)
+    module = on_meta(prediction_config(config))
+    as_prediction(module)
+    model = GraphModel(module)
+    checkpoint = plain_matrices(experts_one_by_one(stored), from_torch(module.dtype).name)
+    text, name = path.read_text(encoding="utf-8"), f"{directory.resolve().name} (multi-token prediction)"
+    opened, _ = _graph_of(config, model, checkpoint, text, name, path)
+    return _as_quantised(opened, model, path)
+
+
+def _as_quantised(opened: OpenCheckpoint, model: GraphModel, path: Path) -> OpenCheckpoint:
+    """``opened`` with the stored formats that the config in the file ``path`` names, if it names any."""
     quantization = read_quantization(HFConfig.from_file(path))
     if quantization is None:
         return opened

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from moelight.profiles.hf_config import QUANTISED_KEYS, HFConfig
 from moelight.weights.source import Checkpoint, IgnoredTensor
 
-PREDICTION = "multi-token prediction, which generation here does not use"
+PREDICTION = "multi-token prediction, which generation does not need"
 ACTIVATION_SCALE = "a scale of quantised activations; activations stay exact"
 CACHE_SCALE = "a scale of a quantised key-value cache; the cache stays exact"
 COMPUTED = "a buffer that is computed"

@@ -206,7 +206,7 @@ def test_a_plan_leaves_memory_for_the_draft_model(target: Path, other: Path, unp
     assert plan.use_of("host").capacity_bytes <= limit - drafts.bytes_on("host")
     with pytest.raises(BudgetError) as alone:
         plan_for(str(target), source, machine, replace(options, host_memory=1), workload)
-    with pytest.raises(BudgetError, match="for the draft model") as error:
+    with pytest.raises(BudgetError, match="for drafts of") as error:
         plan_for(str(target), source, machine, replace(options, host_memory=alone.value.needed_bytes), workload)
     plan_for(str(target), source, machine, replace(options, host_memory=error.value.needed_bytes), workload)
 
@@ -251,7 +251,7 @@ class StatedModel:
     """Drafts of a model that take ``draft_s`` seconds each for all sequences together."""
 
     def __init__(self, draft_s: float) -> None:
-        self.seconds_spent, self._draft_s = 0.0, draft_s
+        self.kind, self.seconds_spent, self._draft_s = "model", 0.0, draft_s
         self.asked: list[int] = []
 
     def seconds(self, sequences: Sequence[RunningSequence], num_tokens: int) -> np.ndarray:
@@ -261,6 +261,8 @@ class StatedModel:
         self.asked = [count for _, count in asked]
         self.seconds_spent += self._draft_s * max(self.asked)
         return {owner: tuple(range(count)) for owner, count in asked}
+
+    def landed(self, *_: Any) -> None: ...
 
     def end(self, owner: RunningSequence) -> None: ...
 

@@ -16,9 +16,10 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Request, SamplingParams
 from moelight.engine import drafts
 from moelight.engine.batcher import MicroBatchPlan, RunningSequence, SequenceChunk
+from moelight.engine.draft_prices import DraftPrices
 from moelight.engine.drafts import JOB, LEAST_MATCH, LONGEST_MATCH, ORDER, PIECE, RESUMED, Draft, NgramDrafts
 from moelight.engine.planning import hardware_for
-from moelight.engine.speculation import DraftPrices, Speculation
+from moelight.engine.speculation import Speculation
 from moelight.hrm.machine_model import slowed, speeds_of
 from moelight.hrm.workload_model import Passes
 from moelight.optimizer.pass_prices import Passed, PassPrices, passes_that_ran

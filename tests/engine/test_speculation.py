@@ -17,9 +17,9 @@ from moelight.core.errors import ConfigError
 from moelight.core.policy import KV_BLOCK_SIZES, Policy, Shares
 from moelight.core.request import Completion, SamplingParams, StructuredOutputs
 from moelight.engine.batcher import RunningSequence
+from moelight.engine.draft_prices import DraftPrices
 from moelight.engine.drafts import Draft, NgramDrafts
 from moelight.engine.engine import Engine
-from moelight.engine.speculation import DraftPrices
 from moelight.hrm import schedule_time
 from moelight.kernels import native
 from tests.cases import covering, thorough
