@@ -66,6 +66,7 @@ SINGLE_IMPORTER = {
     "kernels.gpu.stored_linear": "a GPU's products, beside those of the CPU",
     "kernels.gpu.unpackers": "imported only where Triton is installed",
     "models.graph.decoder": "the runtime's decoder of module graphs",
+    "models.graph.prediction": "one layer of a checkpoint, for drafts alone",
     "optimizer.milp": "the only module that depends on HiGHS",
     "optimizer.published": "the published planner, imported only on request",
     "optimizer.published.formulas": "the published equations, a function each",
