@@ -69,6 +69,7 @@ SHAPES = (
     Shape(name="atomic", options=("--atomic", "--error-file", "errors.jsonl"), errors="errors.jsonl"),
     Shape(name="gzip", options=("--order", "completion"), output="out.jsonl.gz"),
     Shape(name="drafts", options=("--speculate", "ngram")),
+    Shape(name="draft-model", options=("--speculate", "model", "--draft-model", "demo")),
     Shape(name="calls", options=("--chat-template", TEMPLATE_FILE), prompts="calls.jsonl"),
 )
 

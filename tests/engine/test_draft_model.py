@@ -16,6 +16,7 @@ from moelight.core.errors import BudgetError, ConfigError
 from moelight.core.policy import Policy, Shares
 from moelight.core.request import StructuredOutputs
 from moelight.engine.batcher import RunningSequence
+from moelight.engine.draft_model import DraftModel
 from moelight.engine.draft_planning import choose_drafts, plan_drafts, why_not_worth
 from moelight.engine.draft_prices import DraftPrices
 from moelight.engine.engine import Engine
@@ -35,6 +36,8 @@ from tests.engines import Tiny
 from tests.tiny import save_tiny
 from tests.weights.gguf_files import write_gguf
 
+MIXTRAL = load_model_profile("mixtral")
+CPU = speeds_of(hardware_for("cpu-amx", discrete=False))
 DRAFTED: dict[str, Any] = {"speculate": "model", "num_speculative_tokens": 3}
 
 
@@ -111,6 +114,42 @@ def test_answers_that_are_suspended_go_on(target: Path, other: Path, admission: 
     sizes = {**SIZES, "kv_tokens": 528, "kv_block_size": 16, "batch_size": 6}
     how = replace(GREEDY, max_tokens=None, stop_token_ids=list(range(60, 97)), ignore_eos=False)
     check(Policy(model=str(target), admission=admission, **sizes), other, how)
+
+
+def test_chosen_drafts_of_either_kind_give_the_same_tokens(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if rows were free, and tokens of the draft model took a tenth of a pass each."""
+    predicted: list[np.ndarray] = []
+    seconds = DraftModel.seconds
+
+    def tenth(self: DraftModel, sequences: Sequence[RunningSequence], num_tokens: int) -> np.ndarray:
+        predicted.append(seconds(self, sequences, num_tokens))
+        return np.arange(num_tokens + 1) * 0.1
+
+    policy = Policy(model=str(target), **{**SIZES, "micro_batch_tokens": 200})
+    plain, before = run(policy, SAMPLED)
+    monkeypatch.setattr(DraftModel, "seconds", tenth)
+    monkeypatch.setattr("moelight.engine.speculation.DraftPrices.seconds", lambda *given: np.ones(len(given[-1])))
+    monkeypatch.setattr("moelight.engine.speculation.DraftPrices.affordable", True)
+    monkeypatch.setattr("moelight.engine.draft_planning.why_not_worth", lambda *_: None)
+    answers, after = run(policy, SAMPLED, draft_model=str(target))
+    assert answers == plain
+    assert after.counts["model_accepted_tokens"] > 10
+    assert after.passes < before.passes
+    assert all(np.all(np.diff(times) > 0) and times[0] == 0 for times in predicted)
+
+
+def test_predicted_seconds_grow_with_drafts_and_rows(target: Path) -> None:
+    policy, machine = Policy(model=str(target), **SIZES), find_machine("cpu")
+    drafts = plan_drafts(open_model(str(target)), policy, machine, CPU)
+    model = DraftModel(drafts, machine, lanes="auto", vocab_size=300)
+    try:
+        few, many = sequence([1] * 30, [2]), [sequence([1] * 30, [2], index=index) for index in range(4)]
+        one, four = model.seconds([few], 3), model.seconds(many, 3)
+        assert one[0] == four[0] == 0
+        assert np.all(np.diff(one) > 0) and np.all(four[1:] > one[1:])
+        assert not np.any(model.seconds([], 3))
+    finally:
+        model.close()
 
 
 def test_samples_share_the_blocks_of_their_prompt(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +248,6 @@ def test_a_plan_leaves_memory_for_the_draft_model(target: Path, other: Path, unp
     with pytest.raises(BudgetError, match="for drafts of") as error:
         plan_for(str(target), source, machine, replace(options, host_memory=alone.value.needed_bytes), workload)
     plan_for(str(target), source, machine, replace(options, host_memory=error.value.needed_bytes), workload)
-
-
-MIXTRAL = load_model_profile("mixtral")
-CPU = speeds_of(hardware_for("cpu-amx", discrete=False))
 
 
 @pytest.mark.parametrize(
