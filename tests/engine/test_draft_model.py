@@ -128,7 +128,7 @@ def test_chosen_drafts_of_either_kind_give_the_same_tokens(target: Path, monkeyp
     policy = Policy(model=str(target), **{**SIZES, "micro_batch_tokens": 200})
     plain, before = run(policy, SAMPLED)
     monkeypatch.setattr(DraftModel, "seconds", tenth)
-    monkeypatch.setattr("moelight.engine.speculation.DraftPrices.seconds", lambda *given: np.ones(len(given[-1])))
+    monkeypatch.setattr("moelight.engine.speculation.DraftPrices.seconds", lambda *values: np.ones(len(values[-1])))
     monkeypatch.setattr("moelight.engine.speculation.DraftPrices.affordable", True)
     monkeypatch.setattr("moelight.engine.draft_planning.why_not_worth", lambda *_: None)
     answers, after = run(policy, SAMPLED, draft_model=str(target))
