@@ -2,9 +2,12 @@
 // Internal linkage. Sums of whole numbers are exact, so results are those of other lanes to the bit.
 //
 // `vpmaddubsw` adds two products in sixteen bits, and the sums of kRun columns of narrow codes fit there too. What
-// brings them to thirty-two bits multiplies them by the step of their part at once. Codes of eight bits meet tokens as
-// words.
+// brings them to thirty-two bits multiplies them by the step of their part at once. Codes of eight bits are the signed
+// bytes instead, and magnitudes of the token the unsigned ones: where a number is negative, the bits of the code are
+// turned, which makes it minus the code, less one; IntegerTokens::turned() makes that good.
 #pragma once
+
+#include <utility>
 
 #include "integers_avx2.h"
 
@@ -32,22 +35,6 @@ inline __m256i in_order(__m256i sum) {
 
 template <int kTokens>
 using LaneSums = __m256i[kTokens][kSumVectors];
-
-// Tokens as words, in fours of columns: the even ones, and the odd ones.
-struct WordTokens {
-  alignas(32) int16_t even[kSumTokens][kPanelColumns / 2], odd[kSumTokens][kPanelColumns / 2];
-
-  void widen(const char* x, int64_t x_bytes, int64_t tokens, int64_t size) {
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int64_t k = 0; k < size; k += 32) {
-        const __m256i bytes = bytes_at(reinterpret_cast<const uint8_t*>(x + t * x_bytes + k));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(even[t] + k / 2),
-                           _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(odd[t] + k / 2), _mm256_srai_epi16(bytes, 8));
-      }
-    }
-  }
-};
 
 // Of forms of parts without `least`: minus the sums of the numbers of neighbouring parts, as pairs of words.
 struct PartPairs {
@@ -129,35 +116,9 @@ struct PanelTile {
     }
   }
 
-  // sum += the products of columns [k, k + kColumns) with codes of any size.
-  template <int64_t kColumns>
-  inline __attribute__((always_inline)) void add_wide(const WordTokens& words, int64_t k, int64_t row,
-                                                      LaneSums<kTokens>& sum) const {
-    const uint8_t* codes = codes_at(k, row);
-#pragma GCC unroll 8
-    for (int64_t j = k; j < k + kColumns; j += 4, codes += 4 * kPanelRows) {
-      const __m256i mask = _mm256_set1_epi16(255), first_codes = lanes_at(codes), codes_after = lanes_at(codes + 32);
-      const __m256i even[kSumVectors] = {in_order(_mm256_and_si256(first_codes, mask)),
-                                         in_order(_mm256_and_si256(codes_after, mask))};
-      const __m256i odd[kSumVectors] = {in_order(_mm256_srli_epi16(first_codes, 8)),
-                                        in_order(_mm256_srli_epi16(codes_after, 8))};
-#pragma GCC unroll 4
-      for (int t = 0; t < kTokens; ++t) {
-        const __m256i evens = four_at(reinterpret_cast<const char*>(words.even[t] + j / 2));
-#pragma GCC unroll 2
-        for (int v = 0; v < kSumVectors; ++v)
-          sum[t][v] = in_order(_mm256_add_epi32(sum[t][v], _mm256_madd_epi16(even[v], evens)));
-        const __m256i odds = four_at(reinterpret_cast<const char*>(words.odd[t] + j / 2));
-#pragma GCC unroll 2
-        for (int v = 0; v < kSumVectors; ++v)
-          sum[t][v] = in_order(_mm256_add_epi32(sum[t][v], _mm256_madd_epi16(odd[v], odds)));
-      }
-    }
-  }
-
-  // Of forms without parts. kRun 0: codes of any size. kGroup 0: the form says it.
+  // Of forms without parts. kGroup 0: the form says it.
   template <int64_t kRun, int64_t kGroup, bool kLeast>
-  void add_groups(const WordTokens& words, const GroupLows& lows) const {
+  void add_groups(const GroupLows& lows) const {
     const PanelTile at = *this;  // which no store changes
     const int64_t group = kGroup > 0 ? kGroup : form.group, x_bytes = at.x_bytes, size = at.size;
     const bool shared = form.zero >= 0;
@@ -170,11 +131,7 @@ struct PanelTile {
         LaneSums<kTokens> sum;
         for_each([&](int t, int v) { sum[t][v] = _mm256_setzero_si256(); });
         const auto add = [&](int64_t i, auto columns) __attribute__((always_inline)) {
-          if constexpr (kRun > 0) {
-            at.template add_words<std::min<int64_t>(kRun, columns), columns>(i, row, ones, sum);
-          } else {
-            at.template add_wide<columns>(words, i, row, sum);
-          }
+          at.template add_words<std::min<int64_t>(kRun, columns), columns>(i, row, ones, sum);
         };
         using Most = std::integral_constant<int64_t, 32>;
         using Least = std::integral_constant<int64_t, 4>;
@@ -301,23 +258,92 @@ struct PanelTile {
       if (form.zero == 32) return add(integral_constant<int, 63>(), integral_constant<int, 5>());
       return add(integral_constant<int, 127>(), integral_constant<int, 6>());
     }
-    WordTokens words;
     GroupLows lows;
     if (form.least) {
       lows.widen(x + layout.sums() + 2 * (first / 32), x_bytes, kTokens);
-      if (form.max_code <= 15) return add_groups<run_of(15), 32, true>(words, lows);
-      return add_groups<run_of(31), 32, true>(words, lows);
+      if (form.max_code <= 15) return add_groups<run_of(15), 32, true>(lows);
+      return add_groups<run_of(31), 32, true>(lows);
     }
-    if (form.max_code <= 15) {
-      if (form.group == 32) return add_groups<run_of(15), 32, false>(words, lows);
-      return add_groups<run_of(15), 0, false>(words, lows);
-    }
-    if (form.max_code <= 31 && form.group == 32) return add_groups<run_of(31), 32, false>(words, lows);
-    words.widen(x + first, x_bytes, kTokens, size);
-    if (form.group == 32) return add_groups<0, 32, false>(words, lows);
-    add_groups<0, 0, false>(words, lows);
+    if (form.max_code > 15) return add_groups<run_of(31), 32, false>(lows);
+    if (form.group == 32) return add_groups<run_of(15), 32, false>(lows);
+    add_groups<run_of(15), 0, false>(lows);
   }
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Codes of eight bits: all rows of a panel and two tokens. Codes stay in memory, so that a number of a token is spread
+// once for thirty-two rows.
+
+constexpr int kByteTokens = 2, kByteVectors = 4;
+static_assert(8 * kByteVectors == kPanelRows);
+
+// body(0) to body(kCount - 1), as constants: sums that a loop counts would stay in memory.
+template <int kCount, class F>
+inline __attribute__((always_inline)) void in_turn(F&& body) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, kIndex>()), ...);
+  }(std::make_integer_sequence<int, kCount>());
+}
+
+using Quad = const char (*)[4];
+inline Quad quad_at(const char* p) { return reinterpret_cast<Quad>(p); }
+
+// Adds the products of four columns, in assembly, because gcc 12 loads codes into registers, of which none is left.
+inline __attribute__((always_inline)) void add_bytes(Quad magnitudes, Quad masks, const __m256i* codes, __m256i ones,
+                                                     __m256i (&sum)[kByteVectors]) {
+  __m256i mask, magnitude, turned;
+  asm("vpbroadcastd %13, %4\n\tvpbroadcastd %12, %5\n\t"
+      "vpxor %8, %4, %6\n\tvpmaddubsw %6, %5, %6\n\tvpmaddwd %7, %6, %6\n\tvpaddd %6, %0, %0\n\t"
+      "vpxor %9, %4, %6\n\tvpmaddubsw %6, %5, %6\n\tvpmaddwd %7, %6, %6\n\tvpaddd %6, %1, %1\n\t"
+      "vpxor %10, %4, %6\n\tvpmaddubsw %6, %5, %6\n\tvpmaddwd %7, %6, %6\n\tvpaddd %6, %2, %2\n\t"
+      "vpxor %11, %4, %4\n\tvpmaddubsw %4, %5, %4\n\tvpmaddwd %7, %4, %4\n\tvpaddd %4, %3, %3"
+      : "+x"(sum[0]), "+x"(sum[1]), "+x"(sum[2]), "+x"(sum[3]), "=&x"(mask), "=&x"(magnitude), "=&x"(turned)
+      : "x"(ones), "m"(codes[0]), "m"(codes[1]), "m"(codes[2]), "m"(codes[3]), "m"(*magnitudes), "m"(*masks));
+}
+
+// As PanelTile. kGroup 0: the form says it.
+template <int64_t kGroup, int kTokens>
+void add_byte_groups(const IntegerForm form, const IntegerTokens layout, const Panel& panel, int64_t first,
+                     int64_t size, const char* x, int64_t x_bytes, float* __restrict sums) {
+  const int64_t group = kGroup > 0 ? kGroup : form.group, eights = (size + 7) / 8 * 8;
+  const __m256i ones = _mm256_set1_epi16(1);
+  const char *magnitudes = x + layout.magnitudes() + first, *masks = x + layout.masks() + first;
+  const char *scale = x + layout.scales() + 4 * (first / group), *turned = x + layout.turned() + 4 * (first / group);
+  const char* minus = x + layout.sums() + 4 * (first / group);
+  const auto* codes = reinterpret_cast<const __m256i*>(panel.codes);
+  for (int64_t k = 0, g = 0; k < size; k += group, ++g, scale += 4, turned += 4, minus += 4) {
+    __m256i sum[kTokens][kByteVectors];
+    in_turn<kTokens>([&](auto t) __attribute__((always_inline)) {
+      const __m256i offset = four_at(turned + t * x_bytes);
+      in_turn<kByteVectors>([&](auto v) __attribute__((always_inline)) {
+        sum[t][v] = offset;
+        if (form.zero >= 0) return;
+        const __m256i zero = _mm256_sub_epi32(lanes_at(panel.zeros[g] + 8 * v), _mm256_set1_epi32(128));
+        sum[t][v] = _mm256_add_epi32(offset, _mm256_mullo_epi32(zero, four_at(minus + t * x_bytes)));
+      });
+    });
+    const auto add = [&]() __attribute__((always_inline)) {
+      in_turn<kTokens>([&](auto t) __attribute__((always_inline)) {
+        add_bytes(quad_at(magnitudes + t * x_bytes), quad_at(masks + t * x_bytes), codes, ones, sum[t]);
+      });
+      magnitudes += 4, masks += 4, codes += kByteVectors;
+    };
+    if (kGroup > 0 && k + kGroup <= size) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kGroup / 4; ++i) add();
+    } else {
+      for (int64_t i = k, end = std::min(k + group, eights); i < end; i += 4) add();
+    }
+    in_turn<kTokens>([&](auto t) __attribute__((always_inline)) {
+      const __m256 by = _mm256_set1_ps(number_at<float>(scale + t * x_bytes));
+      in_turn<kByteVectors>([&](auto v) __attribute__((always_inline)) {
+        float* const to = sums + t * kUnitRows + 8 * v;
+        const __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[t][v]), _mm256_load_ps(panel.scales[g] + 8 * v));
+        _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), _mm256_mul_ps(value, by)));
+      });
+    });
+  }
+}
 
 template <int kTokens>
 void multiply_tile(int64_t tokens, const IntegerForm& form, const IntegerTokens& layout, const Panel& panel,
@@ -326,20 +352,46 @@ void multiply_tile(int64_t tokens, const IntegerForm& form, const IntegerTokens&
   if constexpr (kTokens > 1) multiply_tile<kTokens - 1>(tokens, form, layout, panel, first, size, x, x_bytes, sums);
 }
 
+template <int64_t kGroup, int kTokens>
+void multiply_byte_tile(int64_t tokens, const IntegerForm& form, const IntegerTokens& layout, const Panel& panel,
+                        int64_t first, int64_t size, const char* x, int64_t x_bytes, float* sums) {
+  if (tokens == kTokens) return add_byte_groups<kGroup, kTokens>(form, layout, panel, first, size, x, x_bytes, sums);
+  if constexpr (kTokens > 1)
+    multiply_byte_tile<kGroup, kTokens - 1>(tokens, form, layout, panel, first, size, x, x_bytes, sums);
+}
+
 // As panel_tile_of, of any number of tokens.
 inline void multiply_panel(const IntegerForm& form, const IntegerTokens& layout, const Panel& panel, int64_t first,
                            int64_t size, const char* x, int64_t x_bytes, int64_t tokens, float* sums) {
-  const int64_t tiles = (tokens + kSumTokens - 1) / kSumTokens;
+  const bool bytes = form.max_code > kMaxNarrowCode;
+  const auto multiply = !bytes             ? multiply_tile<kSumTokens>
+                        : form.group == 32 ? multiply_byte_tile<32, kByteTokens>
+                                           : multiply_byte_tile<0, kByteTokens>;
+  const int64_t max_tokens = bytes ? kByteTokens : kSumTokens, tiles = (tokens + max_tokens - 1) / max_tokens;
   for (int64_t i = 0, begin = 0; i < tiles; ++i) {
     const int64_t end = tokens * (i + 1) / tiles;
-    multiply_tile<kSumTokens>(end - begin, form, layout, panel, first, size, x + begin * x_bytes, x_bytes,
-                              sums + begin * kUnitRows);
+    multiply(end - begin, form, layout, panel, first, size, x + begin * x_bytes, x_bytes, sums + begin * kUnitRows);
     begin = end;
   }
 }
 
 struct Avx2Panels : Avx2Integers {
   static constexpr PanelProducts kPanels = multiply_panel;
+
+  // Magnitudes of numbers, and what turns the bits of unsigned codes into those of signed ones, or of minus those, less
+  // one; the sum of the magnitudes of negative numbers.
+  static int32_t split(const char* values, int64_t size, char* magnitudes, char* masks) {
+    const V sign = _mm256_set1_epi8(static_cast<char>(0x80));
+    V sum = zero();
+    for (int64_t i = 0; i < size; i += 32) {
+      const V x = bytes_at(reinterpret_cast<const uint8_t*>(values + i)), magnitude = _mm256_abs_epi8(x);
+      const V negative = _mm256_cmpgt_epi8(zero(), x);
+      _mm256_storeu_si256(reinterpret_cast<V*>(magnitudes + i), magnitude);
+      _mm256_storeu_si256(reinterpret_cast<V*>(masks + i), _mm256_xor_si256(negative, sign));
+      sum = _mm256_add_epi64(sum, _mm256_sad_epu8(_mm256_and_si256(negative, magnitude), zero()));
+    }
+    return across(sum);
+  }
 };
 
 }  // namespace

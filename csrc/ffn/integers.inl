@@ -30,7 +30,8 @@ struct Unfused : S {
 
 // A prepared token: `columns` numbers, in the order of the form, then of each group its scale, then of each part minus
 // the sum of its numbers times the zero point, or times 1 where the form has none; where it has `least`, the sum as
-// int16. All of it has room in kTokenBytes a column.
+// int16. All of it has room in kTokenBytes a column. Lanes that multiply signed codes of eight bits have as much again
+// for the magnitudes of the numbers and for masks, and behind the sums what turned codes lack.
 struct IntegerTokens {
   static constexpr int64_t kStep = 32, kTokenBytes = 2;
   int64_t columns, groups;
@@ -38,7 +39,15 @@ struct IntegerTokens {
       : columns((depth + kStep - 1) / kStep * kStep), groups((depth + form.group - 1) / form.group) {}
   int64_t scales() const { return columns; }
   int64_t sums() const { return columns + 4 * groups; }
+  int64_t turned() const { return columns + 8 * groups; }
+  int64_t magnitudes() const { return kTokenBytes * columns; }
+  int64_t masks() const { return magnitudes() + columns; }
 };
+
+// The largest code of narrow ones; others are of eight bits, and meet numbers that are split where L does that.
+constexpr int kMaxNarrowCode = 127;
+template <class L>
+constexpr bool kSplitsTokens = requires(const char* values, char* to) { L::split(values, 0, to, to); };
 
 // Scale, and what brings numbers to int8: neither of numbers so small that their quotient would not be finite.
 struct Rounding {
@@ -81,6 +90,12 @@ void quantise(const Quantized& like, const void* x, int64_t x_bytes, int64_t cou
         } else {
           const int32_t minus = -sum * times;
           std::memcpy(to + layout.sums() + 4 * part, &minus, 4);
+        }
+        if constexpr (kSplitsTokens<L>) {
+          if (form.max_code <= kMaxNarrowCode) continue;
+          const int32_t offset = form.zero >= 0 ? (128 - form.zero) * sum : 0;
+          const int32_t turned = offset + L::split(to + k, size, to + layout.magnitudes() + k, to + layout.masks() + k);
+          std::memcpy(to + layout.turned() + 4 * part, &turned, 4);
         }
       }
     }
@@ -388,7 +403,7 @@ template <class L, class X>
 Kernel integer_kernel() {
   using S = Unfused<typename L::Simd>;
   return {.step = IntegerTokens::kStep,
-          .element_bytes = IntegerTokens::kTokenBytes,
+          .element_bytes = (kSplitsTokens<L> ? 2 : 1) * IntegerTokens::kTokenBytes,
           .gap_bytes = 64,
           .token_step = 1,
           .in_place = false,
