@@ -17,7 +17,8 @@ import typer.main
 
 from moelight import __version__
 from moelight.cli import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, STORAGE
-from moelight.core.errors import StorageError, UserError
+from moelight.core.errors import ConfigError, StorageError, UserError
+from moelight.engine.launched import Launch, follow_launch, leading
 
 
 def shield_streams() -> None:
@@ -156,8 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shield_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if (launch := Launch.read()) is not None and launch.rank:
+            os._exit(follow_launch(launch))  # gloo's threads do not end with the interpreter
         command = typer.main.get_command(app)
-        with command.make_context("moelight", list(argv)) as context:
+        with leading(launch), command.make_context("moelight", list(argv)) as context:
+            if launch is not None and "generate" not in argv:
+                raise ConfigError("torchrun starts the ranks of `moelight generate` alone")
             command.invoke(context)
         sys.stdout.flush()
     except typer.Exit as leave:

@@ -184,7 +184,9 @@ class Engine:
         machine = find_machine("cpu" if options.device == AUTO and not run_policy.discrete else options.device)
         self._group: RankGroup | None = None
         count = count_ranks(options.tp, options.device)
-        options, source = _beside_ranks(options, count), source or open_for(run_policy.model, count)
+        if count > 1 and (options.experts.policy is not None or options.experts.profile or options.experts.watches):
+            raise ConfigError("--tp: expert policies, traces and profiles are those of one process; leave out one of both")
+        source = source or open_for(run_policy.model, count)
         source = source if source.profile.ranks == count else shard(source, 0, count)
         self._directory = source.directory
         self.profile, self._machine, self._overlaps = source.profile, machine, machine.discrete
@@ -193,8 +195,7 @@ class Engine:
         resolved, self.residents_reason = choose_residents(resolved, self.plan, options.experts, self.profile, dtype)
         self.policy, self.host_pages_reason = resolve_host_pages(resolved, self.profile, machine, dtype)
         speeds = speeds_for(self.plan, discrete=machine.discrete)
-        alone = count == 1
-        self._experts = choices_for(options.experts, self.policy, self.profile, dtype, speeds) if alone else None
+        self._experts = choices_for(options.experts, self.policy, self.profile, dtype, speeds)
         self.tokenizer = Tokenizer.of(source.directory)
         self._constraints = Constraints(self.tokenizer, self.profile.vocab_size)
         self._calls = CallConstraints(self._constraints)
@@ -276,7 +277,7 @@ class Engine:
         self._group = RankGroup.start(source.profile.ranks, options.device, self._machine)
         try:
             source = replace(source, source=source.source.joined(self._group.ranks))
-            return LeadingRunner(self._group, source, self.policy, self._machine, options.lanes)
+            return LeadingRunner(self._group, source, self.policy, self._machine, options.lanes, self._experts)
         except RankError as error:
             lost = self._group.lost(error)
             self._group.stop()
@@ -676,16 +677,6 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def _beside_ranks(options: RunOptions, count: int) -> RunOptions:
-    """``options`` of an engine of ``count`` ranks. Passes of several are whole ones: which experts one of them misses,
-    the others do not know. Raises ConfigError for options that need on-demand passes."""
-    if count == 1:
-        return options
-    if options.experts.policy is not None or options.experts.watches:
-        raise ConfigError("--tp: expert policies, traces and profiles are those of one rank; leave out one of the two")
-    return replace(options, experts=replace(options.experts, learn=False))
 
 
 def _batcher(

@@ -63,6 +63,7 @@ class ExpertRuntime:
         miss_s: seconds of an expert on the CPU for each of these numbers of tokens; None without a CPU beside a GPU.
         fetch_s: seconds to transfer an expert; ``cross_s``: seconds of hidden states to the CPU and back.
         computed: the pages that the CPU computes where residency is static.
+        first_expert: the number in the model of the first expert that this rank has.
     """
 
     residency: ResidencyManager
@@ -74,6 +75,7 @@ class ExpertRuntime:
     computed: frozenset[Page]
     trace: RoutingTrace | None
     plain: bool
+    first_expert: int = 0
     inputs: Callable[[int, Routed], None] | None = None
 
     def leave(self, layer: int, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -94,7 +96,7 @@ class ExpertRuntime:
 
         def note(_: int, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
             with self.residency.turn:
-                self.residency.note(layer, ids, weights)
+                self.residency.note(layer, ids - self.first_expert, weights)
 
         def write(_: int, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
             if trace is not None:
@@ -111,10 +113,10 @@ def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> 
 
 
 def choices_for(
-    options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds
+    options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds, rank: int = 0
 ) -> ExpertRuntime | None:
-    """The residency of experts under the resolved ``policy``; None if all experts are resident and no option observes
-    them. On a device, routing of whole passes is recorded only on request: it would cross the link in every layer."""
+    """The residency of experts under the resolved ``policy``, of ``rank`` those that it has; None if all experts are
+    resident and no option observes them. On a device, routing of whole passes is recorded only on request: it would cross the link in every layer."""
     placement = place_pages(model, policy)
     if not placement.streamed and not options.watches:
         return None
@@ -148,6 +150,7 @@ def choices_for(
         discrete=policy.discrete,
         computed=frozenset(placement.computed),
         plain=options.plain,
+        first_expert=rank * model.experts.num_experts,
         inputs=options.inputs,
         trace=None if options.trace is None else RoutingTrace(options.trace),
     )

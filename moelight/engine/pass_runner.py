@@ -164,14 +164,18 @@ class PassRunner:
         ``captures_routing``, ``routing`` of the result has the experts of all tokens once it has landed.
         """
         results = _results(packed.plans, choose, score, pool_hidden)
-        return self.launch_with(packed, results, follows=follows, captures_routing=captures_routing)
+        on_demand = self._is_on_demand(packed)
+        return self.launch_with(
+            packed, results, follows=follows, on_demand=on_demand, captures_routing=captures_routing
+        )
 
     def launch_with(
-        self, packed: PackedPass, results: Results, *, follows: bool, captures_routing: bool = False
+        self, packed: PackedPass, results: Results, *, follows: bool, on_demand: bool, captures_routing: bool = False
     ) -> PackedPass:
-        """`launch`, with what takes the results of micro-batches by their number (`Operations.bind`)."""
+        """`launch`, with what takes the results of micro-batches by their number (`Operations.bind`); ``on_demand``:
+        only routed pages are transferred."""
         tokens = sum(load.tokens for load in packed.plans)
-        model, pager = self.model, self._pager_for(tokens)
+        model, pager = self.model, self.model.pager if on_demand else None
         if pager is None:
             if not self._streaming:
                 model.executor.wait()  # until the resident pages are known
@@ -227,13 +231,15 @@ class PassRunner:
             for mb in micro_batches:
                 mb.graphs = graphs
 
-    def _pager_for(self, tokens: int) -> RingPager | None:
-        """None for a whole pass."""
+    def _is_on_demand(self, packed: PackedPass) -> bool:
+        """True if the pass should transfer routed pages only."""
+        tokens = sum(load.tokens for load in packed.plans)
         policy, layout, missing = self._policy, self._schedules.layout, None
+        if self.model.pager is None:
+            return False
         if self._experts is not None:
             missing = 0.0 if self._experts.plain else self._experts.residency.missing_share(tokens)
-        pays = on_demand.pays(layout, policy.schedule, tokens, policy.micro_batch_tokens, missing)
-        return self.model.pager if pays else None
+        return on_demand.pays(layout, policy.schedule, tokens, policy.micro_batch_tokens, missing)
 
     def _in_ring(self, prefetched: int) -> tuple[dict[Page, int], dict[Page, int] | None]:
         """Pages and ring slots left by a whole pass: those of the ``prefetched`` parts, and the last that the pass

@@ -22,14 +22,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
-from moelight.core.errors import ConfigError, RankError
+from moelight.core.errors import ConfigError, RankError, UserError
 from moelight.core.policy import Policy, Shares
 from moelight.core.timeline import Timeline
 from moelight.engine.batcher import MicroBatchPlan
+from moelight.engine.experts import ExpertRuntime, choices_for
+from moelight.engine.launched import led
+from moelight.engine.loaded_model import weight_dtype
 from moelight.engine.pass_runner import PackedPass, PassRunner, Results
+from moelight.engine.planning import speeds_for
+from moelight.experts.options import ExpertOptions
 from moelight.kernels.device import count_of
-from moelight.kernels.ranks import Ranks
+from moelight.kernels.ranks import Ranks, meeting_file
 from moelight.models.checkpoints import open_model
 from moelight.runtime.context import Chunk
 from moelight.runtime.machine import Machine, find_machine
@@ -41,12 +47,17 @@ _log = logging.getLogger(__name__)
 AUTO = "auto"
 MAX_RANKS = 64
 _END_S, _NOTICED_S = 10.0, 1.0
+_AGAIN = "run the same command again: finished rows are kept"
 Message = dict[str, Any]
 
 
 def count_ranks(asked: str | int, device: str) -> int:
-    """The number of ranks that ``--tp`` asks for on ``device``; ``auto``: one for each NUMA node, or GPU. Raises
-    ConfigError for what is no number from 1 to `MAX_RANKS`."""
+    """The number of ranks that ``--tp`` asks for on ``device``; ``auto``: one for each NUMA node, or GPU. torchrun's
+    processes are as many as there are. Raises ConfigError for what is no number from 1 to `MAX_RANKS`."""
+    if (launched := led()) is not None:
+        if str(asked) not in ("1", AUTO, str(launched.launch.count)):
+            raise ConfigError(f"--tp {asked}: torchrun started {launched.launch.count} ranks; leave --tp out")
+        return launched.launch.count
     if asked == AUTO:
         kind = device.partition(":")[0]
         if kind in ("auto", "cuda") and (cards := count_of("cuda")):
@@ -88,28 +99,35 @@ class RankGroup:
         self,
         ranks: Ranks,
         processes: Sequence[subprocess.Popen[bytes]],
-        scratch: tempfile.TemporaryDirectory[str],
+        scratch: tempfile.TemporaryDirectory[str] | None,
         restore: set[int] | None,
     ) -> None:
-        """``restore``: the processors that this process is bound to again at last; None: it was not bound."""
+        """``processes``: those started here, none of torchrun's; ``restore``: the processors that this process is bound
+        to again at last; None: it was not bound."""
         self.ranks, self._processes, self._scratch, self._restore = ranks, processes, scratch, restore
 
     @classmethod
     def start(cls, count: int, device: str, machine: Machine) -> RankGroup:
-        """Start ranks 1 to ``count`` - 1 on this machine. On a CPU this process is bound to its share of the cores
-        until `stop`."""
+        """Start ranks 1 to ``count`` - 1 on this machine, unless torchrun has. On a CPU this process is bound to its
+        share of the cores until `stop`. Raises RankError if one of them ends before all have met."""
         restore, shares = None, [list[int]()] * count
         if not machine.discrete or machine.twin:
             restore, shares = os.sched_getaffinity(0), core_shares(count)
             bind(shares[0])
-        scratch = tempfile.TemporaryDirectory(prefix="moelight-")  # others may still meet there when a rank has joined
-        meeting = Path(scratch.name) / "meeting"
-        processes = [_start(RankTask(rank, count, device, str(meeting), shares[rank])) for rank in range(1, count)]
+        scratch, processes = None, list[subprocess.Popen[bytes]]()
+        if (launched := led()) is not None:
+            store = launched.announce(device=device, shares=shares)
+        else:
+            scratch = tempfile.TemporaryDirectory(prefix="moelight-")  # others may meet there when a rank has joined
+            meeting = Path(scratch.name) / "meeting"
+            processes = [_start(RankTask(rank, count, device, str(meeting), shares[rank])) for rank in range(1, count)]
+            store = meeting_file(meeting, count)
         try:
-            ranks = Ranks.join(0, count, machine.device, meeting)
+            ranks = Ranks.join(0, count, machine.device, store, lambda: _refuse_ended(processes, 0.0))
         except BaseException:
             _end(processes, 0.0)
-            scratch.cleanup()
+            if scratch is not None:
+                scratch.cleanup()
             if restore is not None:
                 bind(sorted(restore))
             raise
@@ -121,14 +139,11 @@ class RankGroup:
 
     def lost(self, error: RankError) -> RankError:
         """``error`` as the rank that has ended, if one of these has."""
-        count = len(self._processes) + 1
-        for rank, process in enumerate(self._processes, 1):
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(_NOTICED_S)
-                reason = f"by signal {-code}" if code < 0 else f"with exit code {code}, and said why above"
-                error = RankError(f"rank {rank} of {count} ended {reason}")
-                break
-        return RankError(f"{error}; run the same command again: finished rows are kept")
+        try:
+            _refuse_ended(self._processes, _NOTICED_S)
+        except RankError as ended:
+            return ended
+        return RankError(f"{error}; {_AGAIN}")
 
     def stop(self) -> None:
         """End the other ranks; this process may use its cores again."""
@@ -136,9 +151,19 @@ class RankGroup:
             self.tell(do="close")
         self.ranks.leave()
         _end(self._processes, _END_S)
-        self._scratch.cleanup()
+        if self._scratch is not None:
+            self._scratch.cleanup()
         if self._restore is not None:
             bind(sorted(self._restore))
+
+
+def _refuse_ended(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
+    """Raise RankError if one of ``processes``, ranks 1 and further, has ended, or does so within so many seconds."""
+    for rank, process in enumerate(processes, 1):
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(within_s)
+            reason = f"by signal {-code}" if code < 0 else f"with exit code {code}, and said why above"
+            raise RankError(f"rank {rank} of {len(processes) + 1} ended {reason}; {_AGAIN}")
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
@@ -180,10 +205,19 @@ def _start(task: RankTask) -> subprocess.Popen[bytes]:
 class LeadingRunner(PassRunner):
     """The `PassRunner` of rank 0."""
 
-    def __init__(self, group: RankGroup, source: OpenCheckpoint, policy: Policy, machine: Machine, lanes: str) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        source: OpenCheckpoint,
+        policy: Policy,
+        machine: Machine,
+        lanes: str,
+        experts: ExpertRuntime | None,
+    ) -> None:
         self._group = group
-        group.tell(do="load", policy=asdict(policy), lanes=lanes)
-        super().__init__(source, policy, machine, lanes, None, cuda_graphs=False)
+        plain = experts is not None and experts.plain
+        group.tell(do="load", policy=asdict(policy), lanes=lanes, plain=plain)
+        super().__init__(source, policy, machine, lanes, experts, cuda_graphs=False)
 
     @property
     def policy(self) -> Policy:
@@ -209,10 +243,10 @@ class LeadingRunner(PassRunner):
         return packed
 
     def launch_with(
-        self, packed: PackedPass, results: Results, *, follows: bool, captures_routing: bool = False
+        self, packed: PackedPass, results: Results, *, follows: bool, on_demand: bool, captures_routing: bool = False
     ) -> PackedPass:
         ranks, (sample, score, pool_hidden) = self._group.ranks, results
-        self._group.tell(do="launch", follows=follows)
+        self._group.tell(do="launch", follows=follows, on_demand=on_demand)
 
         def sample_for_all(j: int, first: int, logits: Tensor) -> Tensor:
             tokens = sample(j, first, logits).contiguous()
@@ -220,7 +254,9 @@ class LeadingRunner(PassRunner):
             return tokens
 
         shared = sample_for_all, score, pool_hidden
-        return super().launch_with(packed, shared, follows=follows, captures_routing=captures_routing)
+        return super().launch_with(
+            packed, shared, follows=follows, on_demand=on_demand, captures_routing=captures_routing
+        )
 
     def land(self, launched: PackedPass) -> tuple[Timeline, list[list[int]]]:
         self._group.tell(do="land")
@@ -259,10 +295,12 @@ class FollowedPlan:
 class Follower:
     """A rank other than 0: does what rank 0 tells it, until that ends."""
 
-    def __init__(self, task: RankTask) -> None:
+    def __init__(self, task: RankTask, store: Store | None = None) -> None:
+        """``store``: where ranks meet; None: at the file that the task names."""
         machine = find_machine(task.device)
         self._machine = replace(machine, device=device_of(machine.device, task.rank))
-        self.ranks = Ranks.join(task.rank, task.count, self._machine.device, Path(task.meeting))
+        store = store or meeting_file(Path(task.meeting), task.count)
+        self.ranks = Ranks.join(task.rank, task.count, self._machine.device, store)
         self._runner: PassRunner | None = None
         self._packed: PackedPass | None = None
         self._in_flight = deque[PackedPass]()
@@ -272,12 +310,16 @@ class Follower:
         while (message := json.loads(self.ranks.hear()))["do"] != "close":
             getattr(self, f"_{message.pop('do')}")(**message)
         self._close()
+        self.ranks.leave()
 
-    def _load(self, policy: Message, lanes: str) -> None:
+    def _load(self, policy: Message, lanes: str, *, plain: bool) -> None:
         self._close()
         opened = shard(open_model(policy["model"]), self.ranks.rank, self.ranks.count)
         source = replace(opened, source=opened.source.joined(self.ranks))
-        self._runner = PassRunner(source, _policy_of(policy), self._machine, lanes, None, cuda_graphs=False)
+        asked, options = _policy_of(policy), ExpertOptions(plain=plain)
+        dtype, speeds = weight_dtype(asked, source, self._machine), speeds_for(None, discrete=self._machine.discrete)
+        experts = choices_for(options, asked, source.profile, dtype, speeds, rank=self.ranks.rank)
+        self._runner = PassRunner(source, asked, self._machine, lanes, experts, cuda_graphs=False)
 
     def _policy(self, policy: Message) -> None:
         self._loaded.policy = _policy_of(policy)
@@ -286,9 +328,10 @@ class Follower:
         plans = [FollowedPlan.of(load) for load in loads]
         self._packed = self._loaded.pack_chunks(plans, [list(plan.chunks) for plan in plans])
 
-    def _launch(self, *, follows: bool) -> None:
+    def _launch(self, *, follows: bool, on_demand: bool) -> None:
         assert self._packed is not None
-        self._in_flight.append(self._loaded.launch_with(self._packed, self._results(), follows=follows))
+        how = {"follows": follows, "on_demand": on_demand}
+        self._in_flight.append(self._loaded.launch_with(self._packed, self._results(), **how))
 
     def _land(self) -> None:
         self._loaded.drain(self._in_flight.popleft())
@@ -312,6 +355,19 @@ class Follower:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
+
+
+def follow(task: RankTask, store: Store | None = None) -> int:
+    """Be the rank of ``task`` until rank 0 closes its engine. Returns the exit code: 0, 1 if rank 0 was lost, 2 for what
+    a user can mend, which is printed."""
+    try:
+        Follower(task, store).run()
+    except RankError:
+        return 1  # rank 0 says so
+    except UserError as error:
+        print(f"rank {task.rank}: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
 
 
 def _policy_of(message: Message) -> Policy:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import torch
 from torch import Tensor, distributed
@@ -21,8 +23,8 @@ from moelight.core.errors import RankError
 from moelight.kernels.device import Device
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-_MEETING = timedelta(minutes=5)
-_PATIENCE = timedelta(days=365)  # a rank waits for the next pass as long as nothing is asked of it; an end is noticed
+_MEETING, _CHECKED_S = timedelta(minutes=5), 0.05
+PATIENCE = timedelta(days=365)  # a rank waits for the next pass as long as nothing is asked of it; an end is noticed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,21 +39,31 @@ class Ranks:
     messages: distributed.ProcessGroup
 
     @classmethod
-    def join(cls, rank: int, count: int, device: torch.device, meeting: Path) -> Ranks:
-        """Wait for all ``count`` ranks, which meet at the file ``meeting``: it is not there yet. Raises RankError if
-        they do not meet, or this process has joined already."""
+    def join(
+        cls,
+        rank: int,
+        count: int,
+        device: torch.device,
+        store: distributed.Store,
+        check: Callable[[], None] = lambda: None,
+    ) -> Ranks:
+        """Wait for all ``count`` ranks, which meet in ``store``. ``check`` is called meanwhile; what it raises ends the
+        wait. Raises RankError if they do not meet, or this process has joined already."""
         if distributed.is_initialized():
             raise RankError("this process is a rank already; close the engine that has ranks first")
-        cuda = Device(device).cuda
-        if cuda:
+        if Device(device).cuda:
             torch.cuda.set_device(device)
-        with _on_loopback(), _reported(rank, count):
-            store = distributed.FileStore(str(meeting), count)
-            store.set_timeout(_MEETING)
-            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_PATIENCE)
-            group = distributed.new_group(backend="gloo", timeout=_PATIENCE)
-        return cls(rank=rank, count=count, messages=group)
+        store.set_timeout(_MEETING)
+        meeting: Future[distributed.ProcessGroup] = Future()
+        with _on_loopback():
+            Thread(target=_meet, args=(meeting, rank, count, device, store), daemon=True).start()
+            try:
+                while not wait([meeting], timeout=_CHECKED_S).done:
+                    check()
+            except BaseException:
+                store.set_timeout(timedelta(milliseconds=1))  # what the thread waits for does not come
+                raise
+            return cls(rank=rank, count=count, messages=meeting.result())
 
     def leave(self) -> None:
         """End the exchange; other ranks that wait for this one raise RankError."""
@@ -99,6 +111,27 @@ class Ranks:
             message = torch.empty(int(size), dtype=torch.uint8)
             distributed.broadcast(message, 0, group=self.messages)
         return message.numpy().tobytes()
+
+
+def meeting_file(path: Path, count: int) -> distributed.Store:
+    """Where ``count`` ranks of one machine meet: at the file ``path``, which is not there yet."""
+    return distributed.FileStore(str(path), count)
+
+
+def _meet(
+    meeting: Future[distributed.ProcessGroup], rank: int, count: int, device: torch.device, store: distributed.Store
+) -> None:
+    """Connect this process with the others; ``meeting`` gets the group of messages, or the RankError."""
+    cuda = Device(device).cuda
+    try:
+        with _reported(rank, count):
+            if cuda:
+                torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+            meeting.set_result(distributed.new_group(backend="gloo", timeout=PATIENCE))
+    except BaseException as error:
+        meeting.set_exception(error)
 
 
 @contextmanager

@@ -123,7 +123,8 @@ class ResidencyManager:
     def choose(
         self, layer: int, ids: NDArray[Any], weights: NDArray[Any], *, leave: frozenset[int] = frozenset()
     ) -> Access:
-        """Access the cache for ``ids`` int [T, k] with ``weights`` [T, k]; missing experts in ``leave`` get no slot."""
+        """Access the cache for ``ids`` int [T, k] with ``weights`` [T, k], of which those of no expert are of other
+        ranks; missing experts in ``leave`` get no slot."""
         row = self._row[layer]
         self._confidence.flush(row, ids)
         self._decision.flush(row, ids)
@@ -161,10 +162,13 @@ class ResidencyManager:
         return self._missing.get(tokens.bit_length())
 
     def _access(self, layer: int, ids: NDArray[Any], weights: NDArray[Any], **how: Any) -> Access:
-        offloaded = int(np.count_nonzero(self.table[layer] < 0))
+        offloaded, size = int(np.count_nonzero(self.table[layer] < 0)), len(ids).bit_length()
+        here = (ids >= 0) & (ids < self.model.num_experts)
+        if not here.all():
+            ids, weights = ids[here][:, None], weights[here][:, None]
         access = self.residency.access(self._row[layer], ids, weights, **how)
         if offloaded:
-            size, now = len(ids).bit_length(), len(access.misses) / offloaded
+            now = len(access.misses) / offloaded
             self._missing[size] = now + MISSING_DECAY * (self._missing.get(size, now) - now)
         return access
 

@@ -209,7 +209,7 @@ class RingPager:
     def _left_to_cpu(self, layer: int, ids: np.ndarray) -> frozenset[int]:
         if self._leave is None:
             return frozenset()
-        chosen, tokens = np.unique(ids, return_counts=True)
+        chosen, tokens = np.unique(ids[ids < self._num_experts], return_counts=True)  # the others are of other ranks
         pages = [Page(layer=layer, expert=expert) for expert in chosen.tolist()]
         is_offloaded = np.array([page in self.store.offloaded for page in pages], dtype=bool)
         asked = is_offloaded & (self.store.table[layer, chosen] < 0)

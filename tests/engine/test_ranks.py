@@ -31,6 +31,12 @@ RESIDENT = Shares(host=1.0)
 HALF = Shares(host=0.5, disk=0.5)
 ORDERS = ["cgopipe-split", "cgopipe-gpu", "module-gpu", "flexgen-gpu"]
 FAMILIES = ["qwen2_moe", "gpt_oss", "deepseek_v3", "jamba"]
+ON_DEMAND: dict[str, dict[str, Any]] = {
+    "from disk": {"weights": Shares(disk=1.0)},
+    "some resident": {"weights": HALF},
+    "to a device": {"ffn_device": "gpu", "weights": Shares(device=0.4, host=0.6)},
+    "some on the cpu": {"ffn_device": "split", "weights": Shares(device=0.3, host=0.4, disk=0.3), "cpu_experts": 0.2},
+}
 
 
 def answers(model: Path, tp: int, *, device: str = "cpu", how: SamplingParams = HOW, **policy: Any) -> list[list[int]]:
@@ -66,6 +72,21 @@ def test_each_rank_streams_its_pages_to_a_device_of_its_own(mixtral: Path, order
         kv["cpu_experts"] = 0.35
     orders: dict[str, Any] = {"schedule": schedule, "attention_device": attention, "ffn_device": experts, **kv}
     assert answers(mixtral, 2, device="twin", weights=homes, **orders) == answers(mixtral, 1)
+
+
+@pytest.mark.parametrize("places", thorough(ON_DEMAND, but=["some resident"]))
+def test_each_rank_fetches_the_routed_ones_of_its_experts(tiny: Tiny, places: str) -> None:
+    """Passes of so few tokens are on-demand ones by the measured share, or as a cache would have it (``plain``)."""
+    model = tiny("mixtral", num_local_experts=8, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes: dict[str, Any] = {"batch_size": 2, "micro_batch_size": 1, "micro_batch_tokens": 4, "kv_tokens": 256}
+    policy = Policy(model=str(model), weight_dtype="float32", **sizes, **ON_DEMAND[places])
+    results = []
+    for tp in ("1", "2"):
+        device = "twin" if policy.discrete else "cpu"
+        with Engine(policy, device=device, tp=tp, experts=ExpertOptions(plain=places == "from disk")) as engine:
+            results.append([item.token_ids for item in engine.generate(prompts(), HOW)])
+            assert engine._passes is not None and engine._passes.stalls["pages"] > 0
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("family", thorough(FAMILIES, but=FAMILIES[:2]))
