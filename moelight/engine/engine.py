@@ -185,7 +185,9 @@ class Engine:
         self._group: RankGroup | None = None
         count = count_ranks(options.tp, options.device)
         if count > 1 and (options.experts.policy is not None or options.experts.profile or options.experts.watches):
-            raise ConfigError("--tp: expert policies, traces and profiles are those of one process; leave out one of both")
+            raise ConfigError(
+                "--tp: expert policies, traces and profiles are those of one process; leave out one of both"
+            )
         source = source or open_for(run_policy.model, count)
         source = source if source.profile.ranks == count else shard(source, 0, count)
         self._directory = source.directory

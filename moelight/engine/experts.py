@@ -115,8 +115,9 @@ def resident_share(experts: ExpertPolicy, model: ModelProfile, dtype: DType) -> 
 def choices_for(
     options: ExpertOptions, policy: Policy, model: ModelProfile, dtype: DType, speeds: Speeds, rank: int = 0
 ) -> ExpertRuntime | None:
-    """The residency of experts under the resolved ``policy``, of ``rank`` those that it has; None if all experts are
-    resident and no option observes them. On a device, routing of whole passes is recorded only on request: it would cross the link in every layer."""
+    """The residency of experts under the resolved ``policy``, those of ``rank``; None if all experts are resident and
+    no option observes them. On a device, routing of whole passes is recorded only on request: it would cross the link
+    in every layer."""
     placement = place_pages(model, policy)
     if not placement.streamed and not options.watches:
         return None

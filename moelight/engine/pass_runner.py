@@ -27,7 +27,6 @@ from moelight.kernels.caching_allocator import RESULTS
 from moelight.kernels.device import Device
 from moelight.kernels.layer import MOST_TOKENS
 from moelight.optimizer.adapter import Allocation
-from moelight.paging.ring import RingPager
 from moelight.runtime import ops
 from moelight.runtime.context import Chunk, find_added, find_context
 from moelight.runtime.executor import PassInFlight

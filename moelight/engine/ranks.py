@@ -358,8 +358,8 @@ class Follower:
 
 
 def follow(task: RankTask, store: Store | None = None) -> int:
-    """Be the rank of ``task`` until rank 0 closes its engine. Returns the exit code: 0, 1 if rank 0 was lost, 2 for what
-    a user can mend, which is printed."""
+    """Be the rank of ``task`` until rank 0 closes its engine. Returns the exit code: 0, 1 if rank 0 was lost, 2 for
+    what a user can mend, which is printed."""
     try:
         Follower(task, store).run()
     except RankError:

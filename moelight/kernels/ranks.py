@@ -130,7 +130,7 @@ def _meet(
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
             meeting.set_result(distributed.new_group(backend="gloo", timeout=PATIENCE))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - raised by who reads the future
         meeting.set_exception(error)
 
 

@@ -53,7 +53,9 @@ class Operations:
         self.whole_layers = bool(caches) and decoder.whole_layers
         self._pool = pool
         self._head_rows = min(head_rows, sample_rows(decoder.model))
-        self.predicts = decoder.predicts and decoder.ranks is None  # others have no hidden states before they are summed
+        self.predicts = (
+            decoder.predicts and decoder.ranks is None
+        )  # others have no hidden states before they are summed
         self.finite: Tensor | None = None  # `Decoder.finite` in host memory, as of the newest tokens
         if decoder.finite is not None:
             self.finite = Device(pool.device).host_memory(decoder.finite.shape, torch.float32).zero_()

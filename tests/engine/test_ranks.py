@@ -34,7 +34,7 @@ FAMILIES = ["qwen2_moe", "gpt_oss", "deepseek_v3", "jamba"]
 ON_DEMAND: dict[str, dict[str, Any]] = {
     "from disk": {"weights": Shares(disk=1.0)},
     "some resident": {"weights": HALF},
-    "to a device": {"ffn_device": "gpu", "weights": Shares(device=0.4, host=0.6)},
+    "to a device": {"ffn_device": "gpu", "weights": Shares(device=0.3, host=0.3, disk=0.4)},
     "some on the cpu": {"ffn_device": "split", "weights": Shares(device=0.3, host=0.4, disk=0.3), "cpu_experts": 0.2},
 }
 

@@ -1,5 +1,5 @@
-"""A job of two ranks of which one is killed at random moments: one clear line, nothing left behind, and the same command
-goes on. In the end its rows are those of an undisturbed run of one process."""
+"""A job of two ranks of which one is killed at random moments: one clear line, nothing left behind, and the same
+command goes on. In the end its rows are those of an undisturbed run of one process."""
 
 from __future__ import annotations
 
