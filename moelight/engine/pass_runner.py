@@ -163,17 +163,21 @@ class PassRunner:
         ``captures_routing``, ``routing`` of the result has the experts of all tokens once it has landed.
         """
         results = _results(packed.plans, choose, score, pool_hidden)
-        on_demand = self._is_on_demand(packed)
-        return self.launch_with(
-            packed, results, follows=follows, on_demand=on_demand, captures_routing=captures_routing
-        )
+        return self.launch_with(packed, results, follows=follows, captures_routing=captures_routing)
 
     def launch_with(
-        self, packed: PackedPass, results: Results, *, follows: bool, on_demand: bool, captures_routing: bool = False
+        self,
+        packed: PackedPass,
+        results: Results,
+        *,
+        follows: bool,
+        on_demand: bool | None = None,
+        captures_routing: bool = False,
     ) -> PackedPass:
         """`launch`, with what takes the results of micro-batches by their number (`Operations.bind`); ``on_demand``:
-        only routed pages are transferred."""
+        only routed pages are transferred; None: if that should pay."""
         tokens = sum(load.tokens for load in packed.plans)
+        on_demand = self._is_on_demand(packed) if on_demand is None else on_demand
         model, pager = self.model, self.model.pager if on_demand else None
         if pager is None:
             if not self._streaming:

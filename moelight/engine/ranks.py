@@ -243,9 +243,16 @@ class LeadingRunner(PassRunner):
         return packed
 
     def launch_with(
-        self, packed: PackedPass, results: Results, *, follows: bool, on_demand: bool, captures_routing: bool = False
+        self,
+        packed: PackedPass,
+        results: Results,
+        *,
+        follows: bool,
+        on_demand: bool | None = None,
+        captures_routing: bool = False,
     ) -> PackedPass:
         ranks, (sample, score, pool_hidden) = self._group.ranks, results
+        on_demand = self._is_on_demand(packed) if on_demand is None else on_demand
         self._group.tell(do="launch", follows=follows, on_demand=on_demand)
 
         def sample_for_all(j: int, first: int, logits: Tensor) -> Tensor:

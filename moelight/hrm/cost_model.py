@@ -52,14 +52,24 @@ class CostModel:
         return gpu if self.discrete and gpu is not None else self.speeds.cpu
 
     def before_s(self, elements: costs.LayerElements, tokens: Any) -> Any:
-        """Seconds of the norm, projections and rotations of ``tokens``."""
-        return self._phase_s("before", tokens, elements.before_attention, TOUCHED_BEFORE)
+        """Seconds of the norm, projections and rotations of ``tokens``, and with several ranks of the sum of what their
+        experts have computed."""
+        phase_s = self._phase_s("before", tokens, elements.before_attention, TOUCHED_BEFORE)
+        return phase_s + self._exchange_s(tokens * costs.summed_bytes(self.model, self.dtype), sums=True)
 
     def after_s(self, elements: costs.LayerElements, tokens: Any, *, moe: bool) -> Any:
         """Seconds of output projection, norm, router, shared experts or dense layer, and row gathering, unless it is
         measured with the experts."""
         copies = self.model.router.top_k if moe and self.expert_unit.experts is None else 0
-        return self._phase_s("after", tokens, elements.after_attention, TOUCHED_AFTER + copies * TOUCHED_PER_EXPERT)
+        phase_s = self._phase_s("after", tokens, elements.after_attention, TOUCHED_AFTER + copies * TOUCHED_PER_EXPERT)
+        return phase_s + sum(self._exchange_s(tokens * size) for size in costs.gathered_bytes(self.model, self.dtype))
+
+    def _exchange_s(self, size: Any, *, sums: bool = False) -> Any:
+        """Seconds in which all ranks get the ``size`` bytes of which each has a part, or (``sums``) a term: those of a
+        ring, over which a term passes twice."""
+        ranks, speeds = self.model.ranks, self.speeds
+        moved = size * ((2.0 if sums else 1.0) * (ranks - 1) / ranks)
+        return np.where(np.asarray(size) > 0, speeds.exchange_s + moved / speeds.exchange, 0.0) if ranks > 1 else 0.0
 
     def _phase_s(self, phase: str, tokens: Any, elements: int, touched: int) -> Any:
         unit, touch_s = self.expert_unit, self.expert_unit.touch_s
@@ -129,8 +139,11 @@ class CostModel:
         return touched + np.where(prompt_tokens > 0, unit.prefill_s(4.0 * prompt_tokens * seen, prompt_len), 0.0)
 
     def head_s(self, rows: Any) -> Any:
-        product = self._dense_s(rows, costs.head_elements(self.model), head=True)
-        return product + self._overhead_s(self.expert_unit, KERNELS["head"])
+        """Seconds of the logits of ``rows`` tokens, of which a rank computes its part of the vocabulary."""
+        parts = costs.vocabulary_ranks(self.model)
+        product = self._dense_s(rows, costs.head_elements(self.model) // parts, head=True)
+        gather_s = self._exchange_s(rows * 4 * self.model.vocab_size) if parts > 1 else 0.0
+        return product + self._overhead_s(self.expert_unit, KERNELS["head"]) + gather_s
 
     def kv_read_bytes(self, tokens: Any, context: Any, kind: costs.AttentionKind) -> Any:
         """Bytes of the KV cache that the attention of ``tokens`` sequences reads in an average layer of ``kind``."""

@@ -396,6 +396,23 @@ def residual_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
     return tokens * model.expert_input * dtype.itemsize
 
 
+def summed_bytes(model: ModelProfile, dtype: DType) -> int:
+    """Bytes of a token's hidden states, which the ranks of ``model`` sum before a layer; 0 of one rank."""
+    return residual_bytes(model, dtype, 1) if model.ranks > 1 else 0
+
+
+def gathered_bytes(model: ModelProfile, dtype: DType) -> tuple[int, int]:
+    """Bytes of a token's attended heads, and of their projection, which ranks gather after attention."""
+    if model.head_ranks == 1:
+        return 0, 0
+    return model.head_ranks * model.attention.output_width * dtype.itemsize, model.hidden_size * dtype.itemsize
+
+
+def vocabulary_ranks(model: ModelProfile) -> int:
+    """The number of ranks that compute a part of a token's logits each, which they gather; 1: each computes all."""
+    return model.ranks if not model.tensors and model.vocab_size % model.ranks == 0 else 1
+
+
 def routed_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
     """Bytes that cross a link to the experts: hidden states, and the expert ids and weights of each token."""
     return residual_bytes(model, dtype, tokens) + tokens * routing_bytes(model)

@@ -20,6 +20,9 @@ SUSTAINED = {"link": 0.78, "device_memory": 0.75, "host_memory": 0.75, "disk": 0
 TASK_S = 50e-6
 LAUNCH_S = 8e-6
 TRANSFER_S = 15e-6
+# Exchanges between ranks without measurements: NCCL between GPUs over their links, gloo between processes of a machine.
+EXCHANGE_S = {"gpu": 30e-6, "cpu": 200e-6}
+EXCHANGE_BYTES_PER_S = 1e9
 ELEMENTWISE_SHARE = 0.5
 # Speed of products of int8 over that of bfloat16, where no profile states the peak of either unit: an instruction of
 # vectors has twice as many. Measured with 64 rows on an Emerald Rapids without AMX: 3.6 to 5.1 (docs/log.md).
@@ -85,6 +88,8 @@ class Speeds:
         transfer_s: seconds of overhead per transfer.
         under_disk: the share of the CPU's speed that remains while the disk is read.
         disk_under_cpu: the share of the disk's speed that remains while the CPU computes.
+        exchange: what a rank sends to, and receives from, the others meanwhile; ``exchange_s``: seconds of overhead of
+            an exchange.
     """
 
     cpu: Unit
@@ -97,6 +102,8 @@ class Speeds:
     transfer_s: float
     under_disk: float = 1.0
     disk_under_cpu: float = 1.0
+    exchange: float = EXCHANGE_BYTES_PER_S
+    exchange_s: float = EXCHANGE_S["cpu"]
 
 
 def speeds_of(hardware: HardwareProfile) -> Speeds:
@@ -107,6 +114,8 @@ def speeds_of(hardware: HardwareProfile) -> Speeds:
     device, gpu, disk = hardware.tier("device"), hardware.processor("gpu"), hardware.tier("disk")
     host_memory = host.bandwidth_bytes_per_s * _share(hardware, "host_memory")
     device_memory = 0.0 if device is None else device.bandwidth_bytes_per_s * _share(hardware, "device_memory")
+    h2d, d2h = _link(hardware, "host", "device"), _link(hardware, "device", "host")
+    between = EXCHANGE_BYTES_PER_S if gpu is None else min(h2d, d2h)
     return Speeds(
         cpu=_unit(hardware, cpu, host_memory, task_s=hardware.figure("cpu_task") or TASK_S),
         gpu=None
@@ -114,12 +123,15 @@ def speeds_of(hardware: HardwareProfile) -> Speeds:
         else _unit(hardware, gpu, device_memory, launch_s=hardware.figure("gpu_launch") or LAUNCH_S),
         dram=host_memory,
         disk=0.0 if disk is None else disk.bandwidth_bytes_per_s * _share(hardware, "disk"),
-        h2d=_link(hardware, "host", "device"),
-        d2h=_link(hardware, "device", "host"),
+        h2d=h2d,
+        d2h=d2h,
         stage=hardware.figure("host_copy") or host_memory / 2,
         transfer_s=hardware.figure("transfer") or TRANSFER_S,
         under_disk=hardware.figure("cpu_under_disk") or 1.0,
         disk_under_cpu=hardware.figure("disk_under_cpu") or 1.0,
+        exchange=(hardware.figure("exchange") if gpu is None else None) or between,
+        exchange_s=(hardware.figure("exchange_latency") if gpu is None else None)
+        or EXCHANGE_S["cpu" if gpu is None else "gpu"],
     )
 
 

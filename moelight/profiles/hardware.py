@@ -51,6 +51,8 @@ MEASURED = {
     "transfer": Figure(SECONDS, "one transfer beside its bytes"),
     "cpu_under_disk": Figure(SHARE, "of its speed the CPU keeps while the disk lane reads at full rate"),
     "disk_under_cpu": Figure(SHARE, "of its speed the disk lane keeps while the CPU computes"),
+    "exchange": Figure(BYTES_PER_S, "a sum of tensors over two ranks, processes on a half of the cores each"),
+    "exchange_latency": Figure(SECONDS, "one such sum beside its bytes"),
     "busy_elsewhere": Figure(PROCESSORS_BUSY, "kept busy by other programs meanwhile, so that figures may be too low"),
 }
 # Measured speeds by size of work. linear: flop/s by rows, for weights of some bytes; experts: flop/s by rows of each

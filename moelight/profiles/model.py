@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from moelight.core.errors import ConfigError
 from moelight.profiles.names import TensorNames
 from moelight.profiles.rope import BY_LENGTH, ByLength, RopeScaling
 from moelight.profiles.stored import StoredWeights
@@ -248,6 +249,22 @@ class ModelProfile:
     def routed_experts(self) -> int:
         """The number of experts of a layer that tokens are routed to, those of all ranks."""
         return self.experts.num_experts * self.ranks
+
+    def on_ranks(self, count: int) -> ModelProfile:
+        """The model as one of ``count`` ranks has it, apart from `stored`: whole experts, and heads where they are
+        independent of one another and divided by ``count``. Raises ConfigError if its experts cannot be divided so."""
+        experts, spec = self.experts.num_experts, self.attention
+        if self.dense:
+            raise ConfigError(f"--tp {count}: {self.name} has no experts to divide among ranks; leave --tp out")
+        if experts % count:
+            allowed = ", ".join(str(n) for n in range(2, min(experts, 64) + 1) if experts % n == 0)
+            raise ConfigError(f"--tp {count} does not divide the {experts} experts of {self.name}; choose of {allowed}")
+        model = replace(self, ranks=count, experts=replace(self.experts, num_experts=experts // count))
+        divides = not (spec.num_heads % count or spec.num_kv_heads % count or self.hidden_size % count)
+        if self.tensors or spec.latent is not None or spec.qk_norm == "projection" or not divides:
+            return model
+        heads = replace(spec, num_heads=spec.num_heads // count, num_kv_heads=spec.num_kv_heads // count)
+        return replace(model, attention=heads, head_ranks=count)
 
     @property
     def dense(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from moelight.core.errors import CheckpointError, ConfigError
+from moelight.core.errors import CheckpointError
 from moelight.core.schedule import Page
 from moelight.profiles.model import ModelProfile, StoredTensor
 from moelight.profiles.stored import StoredWeights
@@ -24,27 +24,16 @@ Parts = dict[StoredTensor, TensorInfo]
 
 def shard(opened: OpenCheckpoint, rank: int, count: int) -> OpenCheckpoint:
     """``opened`` as rank ``rank`` of ``count`` has it. Raises ConfigError if its experts cannot be divided so."""
-    profile = opened.profile
-    _refuse(profile, count)
-    width = profile.experts.num_experts // count
+    profile, parts = opened.profile.on_ranks(count), Parts(opened.weight_map.parts)
+    width = profile.experts.num_experts
     experts = _experts(opened.weight_map.experts, range(rank * width, (rank + 1) * width))
-    profile = replace(profile, ranks=count, experts=replace(profile.experts, num_experts=width))
-    parts: Parts = dict(opened.weight_map.parts)
-    if opened.source.road == "native":
-        profile, parts = _heads(profile, parts, rank, count)
+    if profile.head_ranks > 1:
+        whole = replace(profile, attention=opened.profile.attention, head_ranks=1)
+        profile, parts = _heads(whole, profile, parts, rank)
     if profile.stored is not None:
         profile = replace(profile, stored=_stored(profile.stored, experts, profile, parts))
     weight_map = replace(opened.weight_map, parts=MappingProxyType(parts), experts=experts)
     return replace(opened, profile=profile, weight_map=weight_map, source=opened.source.sharded(weight_map))
-
-
-def _refuse(profile: ModelProfile, count: int) -> None:
-    experts = profile.experts.num_experts
-    if profile.dense:
-        raise ConfigError(f"--tp {count}: {profile.name} has no experts to divide among ranks; leave --tp out")
-    if experts % count:
-        allowed = ", ".join(str(n) for n in range(2, min(experts, 64) + 1) if experts % n == 0)
-        raise ConfigError(f"--tp {count} does not divide the {experts} experts of {profile.name}; choose of {allowed}")
 
 
 def _experts(pages: ExpertPages, selected: range) -> ExpertPages:
@@ -61,20 +50,15 @@ def _experts(pages: ExpertPages, selected: range) -> ExpertPages:
     )
 
 
-def _heads(profile: ModelProfile, parts: Parts, rank: int, count: int) -> tuple[ModelProfile, Parts]:
-    """``profile`` and ``parts`` with the heads of a rank; as they are, with all heads on each, where heads are not
-    independent of one another, or are not divided by ``count``, or where a format does not divide the rows."""
-    spec, hidden = profile.attention, profile.hidden_size
-    divides = not (spec.num_heads % count or spec.num_kv_heads % count or hidden % count)
-    if spec.latent is not None or spec.qk_norm == "projection" or not divides:
-        return profile, parts
-    attention = replace(spec, num_heads=spec.num_heads // count, num_kv_heads=spec.num_kv_heads // count)
-    divided, result = replace(profile, attention=attention, head_ranks=count), Parts()
+def _heads(profile: ModelProfile, divided: ModelProfile, parts: Parts, rank: int) -> tuple[ModelProfile, Parts]:
+    """``divided`` and its parts of the ``parts`` of ``profile``, whose heads it divides; ``profile`` and ``parts``, all
+    heads on each rank, where a format does not divide the rows."""
+    result = Parts()
     for before, after in zip(dense_tensors(profile), dense_tensors(divided), strict=True):
         for part, smaller in zip(before.parts, after.parts, strict=True):
             if (info := parts.get(part)) is None:
                 continue
-            result[smaller] = info if part.shape == smaller.shape else info.part(rank, count)
+            result[smaller] = info if part.shape == smaller.shape else info.part(rank, divided.head_ranks)
             try:
                 if info.matrices:
                     result[smaller].stored()
