@@ -18,7 +18,8 @@ import typer.main
 from moelight import __version__
 from moelight.cli import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, STORAGE
 from moelight.core.errors import ConfigError, StorageError, UserError
-from moelight.engine.launched import Launch, follow_launch, leading
+from moelight.engine.launched import Launch, leading
+from moelight.engine.rank_process import follow_launch
 
 
 def shield_streams() -> None:

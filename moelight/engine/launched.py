@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_END: dict[str, Any] = {}
+END: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +105,5 @@ def leading(launch: Launch | None) -> Iterator[None]:
         yield
     finally:
         with suppress(RuntimeError):  # torchrun has ended
-            _led.announce(**_END)
+            _led.announce(**END)
         _led = None
-
-
-def follow_launch(launch: Launch) -> int:
-    """Follow the engines of rank 0 until its command ends. Returns the exit code, as `ranks.follow`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun tells every process, and rank 0 ends the others
-    from moelight.engine.ranks import RankTask, bind, follow
-
-    ranks, code = LaunchedRanks(launch), 0
-    while not code:
-        try:
-            store, task = ranks.next_task()
-        except RankError:
-            return 1  # rank 0 says so
-        if task == _END:
-            break
-        processors = task["shares"][launch.rank]
-        if processors:
-            bind(processors)
-        code = follow(RankTask(launch.rank, launch.count, task["device"], "", processors), store)
-    return code

@@ -8,8 +8,10 @@ import signal
 import sys
 import threading
 
+from moelight.engine.launched import END, Launch, LaunchedRanks
 
-def main() -> int:
+
+def become_rank() -> int:
     """Become the rank of the task; returns the exit code of `follow`."""
     task = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and ends the others
@@ -21,6 +23,27 @@ def main() -> int:
     return follow(RankTask(**task))
 
 
+def follow_launch(launch: Launch) -> int:
+    """Follow the engines of rank 0 until its command ends. Returns the exit code, as `ranks.follow`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun tells every process, and rank 0 ends the others
+    from moelight.core.errors import RankError
+    from moelight.engine.ranks import RankTask, bind, follow
+
+    ranks, code = LaunchedRanks(launch), 0
+    while not code:
+        try:
+            store, task = ranks.next_task()
+        except RankError:
+            return 1  # rank 0 says so
+        if task == END:
+            break
+        processors = task["shares"][launch.rank]
+        if processors:
+            bind(processors)
+        code = follow(RankTask(launch.rank, launch.count, task["device"], "", processors), store)
+    return code
+
+
 def _end_with_parent() -> None:
     """End this process where the input that the parent holds has ended."""
     while os.read(sys.stdin.fileno(), 1):
@@ -29,4 +52,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # gloo's threads do not end with the interpreter
+    os._exit(become_rank())  # gloo's threads do not end with the interpreter

@@ -28,8 +28,8 @@ def shard(opened: OpenCheckpoint, rank: int, count: int) -> OpenCheckpoint:
     width = profile.experts.num_experts
     experts = _experts(opened.weight_map.experts, range(rank * width, (rank + 1) * width))
     if profile.head_ranks > 1:
-        whole = replace(profile, attention=opened.profile.attention, head_ranks=1)
-        profile, parts = _heads(whole, profile, parts, rank)
+        undivided = replace(profile, attention=opened.profile.attention, head_ranks=1)
+        profile, parts = _heads(undivided, profile, parts, rank)
     if profile.stored is not None:
         profile = replace(profile, stored=_stored(profile.stored, experts, profile, parts))
     weight_map = replace(opened.weight_map, parts=MappingProxyType(parts), experts=experts)
