@@ -50,13 +50,13 @@ def test_a_job_goes_on_when_a_rank_was_killed(job: tuple[list[str], list[Any]], 
     command = [sys.executable, "-m", "moelight.cli.main", *arguments, "--tp", "2", "-o", str(output)]
     for rank in draw.sample([0, 1], KILLS_OF_A_JOB):
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            there = kill(process, rank, draw, output)
-            _, said = process.communicate()
-        assert holds_at_last(lambda left=there: all(is_gone(other) for other in left), 120.0)
-        assert "Traceback" not in said
+            pair = kill(process, rank, draw, output)
+            _, messages = process.communicate()
+        assert holds_at_last(lambda left=pair: all(is_gone(other) for other in left), 120.0)
+        assert "Traceback" not in messages
         if process.returncode:  # else it was done before
-            errors = [line for line in said.splitlines() if "error" in line]
-            assert (process.returncode, errors) == ((2, [LOST]) if rank else (-9, [])), said
+            errors = [line for line in messages.splitlines() if "error" in line]
+            assert (process.returncode, errors) == ((2, [LOST]) if rank else (-9, [])), messages
     subprocess.run(command, check=True, capture_output=True)
     assert rows_of(output) == expected
 
@@ -73,10 +73,10 @@ def kill(process: subprocess.Popen[str], rank: int, draw: random.Random, output:
         time.sleep(0.002)
     if not rows:
         time.sleep(delay_s)
-    there = [first, *others]
+    pair = [first, *others]
     if process.poll() is None:
-        there[rank].kill()
-    return there
+        pair[rank].kill()
+    return pair
 
 
 def is_gone(process: psutil.Process) -> bool:
