@@ -42,6 +42,7 @@ def under_torchrun(arguments: list[str], output: Path) -> list[str]:
     return [*launcher, "-m", "moelight.cli.main", *arguments, "-o", str(output)]
 
 
+@pytest.mark.thorough
 def test_torchrun_starts_the_ranks(job: tuple[list[str], str], tmp_path: Path) -> None:
     command, output = under_torchrun(job[0], tmp_path / "out.jsonl"), tmp_path / "out.jsonl"
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -49,7 +50,7 @@ def test_torchrun_starts_the_ranks(job: tuple[list[str], str], tmp_path: Path) -
     assert done.stderr.count("16 completions") == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_same_command_goes_on_when_a_rank_was_killed(job: tuple[list[str], str], tmp_path: Path) -> None:
     command, output = under_torchrun(job[0], tmp_path / "out.jsonl"), tmp_path / "out.jsonl"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from moelight.cli.main import main
-from tests.cases import thorough
+from tests.cases import exhaustive
 from tests.engines import Tiny
 from tests.process import holds_at_last
 
@@ -44,7 +44,8 @@ def rows_of(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("seed", thorough(range(10), but=[0]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", exhaustive(range(10), but=[0]))
 def test_a_job_goes_on_when_a_rank_was_killed(job: tuple[list[str], list[Any]], seed: int, tmp_path: Path) -> None:
     (arguments, expected), draw, output = job, random.Random(seed), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "moelight.cli.main", *arguments, "--tp", "2", "-o", str(output)]
