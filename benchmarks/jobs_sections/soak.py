@@ -78,6 +78,7 @@ _WORDS = ("the", "a", "of", "to", "and", "in", "is", "it", "that", "was", "for",
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """``args.hours`` hours, and the undisturbed job before them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts this behind has jobs ignore it
     scratch = args.temporary
     model = scratch / "model"
     config = {**scaled_config("qwen3_moe", **MODEL, **HEADS), "max_position_embeddings": CONTEXT}
