@@ -7,7 +7,8 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any
 
@@ -18,8 +19,6 @@ import typer.main
 from moelight import __version__
 from moelight.cli import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, STORAGE
 from moelight.core.errors import ConfigError, StorageError, UserError
-from moelight.engine.launched import Launch, leading
-from moelight.engine.rank_process import follow_launch
 
 
 def shield_streams() -> None:
@@ -158,12 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shield_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if (launch := Launch.read()) is not None and launch.rank:
-            os._exit(follow_launch(launch))  # gloo's threads do not end with the interpreter
         command = typer.main.get_command(app)
-        with leading(launch), command.make_context("moelight", list(argv)) as context:
-            if launch is not None and "generate" not in argv:
-                raise ConfigError("torchrun starts the ranks of `moelight generate` alone")
+        with _launched_ranks(argv), command.make_context("moelight", list(argv)) as context:
             command.invoke(context)
         sys.stdout.flush()
     except typer.Exit as leave:
@@ -189,6 +184,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:  # a panic of a Rust library is not an Exception
         return _fault(error, argv)
     return 0
+
+
+@contextmanager
+def _launched_ranks(argv: Sequence[str]) -> Iterator[None]:
+    """The ranks that torchrun started, if it did: rank 0 goes on with the command, the others follow it and end."""
+    if "WORLD_SIZE" not in os.environ:
+        yield
+        return
+    from moelight.engine.launched import Launch, leading
+    from moelight.engine.rank_process import follow_launch
+
+    launch = Launch.read()
+    if launch is not None and launch.rank:
+        os._exit(follow_launch(launch))  # gloo's threads do not end with the interpreter
+    with leading(launch):
+        if launch is not None and "generate" not in argv:
+            raise ConfigError("torchrun starts the ranks of `moelight generate` alone")
+        yield
 
 
 def _fault(error: BaseException, argv: Sequence[str]) -> int:

@@ -297,7 +297,7 @@ def test_options_are_checked(model: Path, options: dict[str, Any], message: str)
         Engine(Policy(model=str(model)), device="cpu", **options)
 
 
-@examples(25)
+@examples(10)
 @given(data=st.data())
 def test_any_policy_gives_the_same_tokens(tiny: Tiny, data: st.DataObject) -> None:
     """Look-up in models that repeat themselves, in passes of any size."""
