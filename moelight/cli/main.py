@@ -18,7 +18,7 @@ import typer.main
 
 from moelight import __version__
 from moelight.cli import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, STORAGE
-from moelight.core.errors import ConfigError, StorageError, UserError
+from moelight.core.errors import ConfigError, RankError, StorageError, UserError
 
 
 def shield_streams() -> None:
@@ -174,7 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StorageError as error:
         return _refuse(str(error), STORAGE)
     except UserError as error:
-        return _refuse(str(error))
+        code = _refuse(str(error))
+        if isinstance(error, RankError) and arguments is None:
+            os._exit(code)  # gloo's threads that wait for the lost rank would abort the end of the interpreter
+        return code
     except SystemExit as leave:
         if isinstance(leave.__context__, BrokenPipeError):  # rich turns one into SystemExit(1)
             _forget_stdout()
