@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Annotated, Any
 
@@ -176,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         code = _refuse(str(error))
         if isinstance(error, RankError) and arguments is None:
+            with suppress(OSError):
+                sys.stdout.flush()
             os._exit(code)  # gloo's threads that wait for the lost rank would abort the end of the interpreter
         return code
     except SystemExit as leave:
