@@ -1,4 +1,5 @@
-"""vLLM on the CPU as a contestant, compiled or eager, in its own environment.
+"""vLLM on the CPU as a contestant, compiled or eager, in its own environment; ``vllm-scores`` generates nothing, and
+says the log-likelihood of each prompt's tokens from the position in ``options["scored_from"]`` on.
 
 Prefix caching is off: every generation has the same prompts, and nobody else remembers them.
 """
@@ -6,6 +7,7 @@ Prefix caching is off: every generation has the same prompts, and nobody else re
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from common import Facts, Generate, Ids, Task, serve
 
@@ -26,13 +28,15 @@ def load(task: Task) -> Generate:
 
     engine = LLM(
         task.model,
-        dtype="bfloat16",
+        dtype=task.options.get("dtype", "bfloat16"),
         enforce_eager=task.mode == "eager",
         max_model_len=task.longest,
         max_num_seqs=max(task.batches),
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
+    if task.mode == "scores":
+        return _scoring(engine, SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False), task)
     how = SamplingParams(temperature=0.0, max_tokens=task.new_tokens[0], ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in task.prompts]
 
@@ -41,6 +45,21 @@ def load(task: Task) -> Generate:
         return [list(item.outputs[0].token_ids) for item in result], {}
 
     return generate
+
+
+def _scoring(engine: Any, how: Any, task: Task) -> Generate:
+    prompts = [{"prompt_token_ids": ids} for ids in task.prompts]
+    firsts: list[int] = task.options["scored_from"]
+
+    def score(count: int) -> tuple[Ids, Facts]:
+        result = engine.generate(prompts[:count], how, use_tqdm=False)
+        sums = []
+        for item, ids, first in zip(result, task.prompts, firsts):  # noqa: B905 - Python 3.9 reads it
+            positions = item.prompt_logprobs[first:]
+            sums.append(sum(one[token].logprob for one, token in zip(positions, ids[first:])))  # noqa: B905
+        return [], {"scores": sums}
+
+    return score
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Choices scored after a prompt, of which nothing is generated: `moelight generate --task score` beside the class of
-lm-evaluation-harness for transformers models, on the same checkpoint, rows, tokens and threads, in turns.
+lm-evaluation-harness for transformers models and vLLM (`--vllm-python`), on the same checkpoint, rows, tokens and
+threads, in turns.
 
 A row is a prompt of `--scored-words` words and four choices. Seconds are those of the passes for ours, without loading,
 and of `loglikelihood` for the harness, which scores the longest requests first, `--harness-batch` at once, in
-`--harness-dtype`: without products of bfloat16 in the processor torch is far faster in float32. The roof is
-that of products: one computation of each prompt and of each choice.
+`--harness-dtype`: without products of bfloat16 in the processor torch is far faster in float32. vLLM computes
+log-likelihoods of prompts, in the same dtype; it schedules all requests itself. The roof is that of products: one
+computation of each prompt and of each choice.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from runner.contestants import Contestant, Places, Work
 from runner.roofs import Roofs
 from runner.run import in_rounds
 from runner.threads import spreading
@@ -27,7 +31,7 @@ from moelight.batch.fields import RowContext, SamplingCache
 from moelight.batch.job import run_job
 from moelight.batch.options import Durability, JobOptions
 from moelight.batch.rows import Row
-from moelight.batch.scoring import encode_choices
+from moelight.batch.scoring import EncodedPrompt, encode_choices
 from moelight.batch.simple import read_values
 from moelight.batch.tasks import SCORE
 from moelight.core.request import PROMPT_ONLY
@@ -50,7 +54,8 @@ WORDS = (
     "house",
     "morning",
 )
-OURS, THEIRS = "moelight", "harness"
+OURS, THEIRS, VLLM = "moelight", "harness", "vllm"
+BARS = {THEIRS: 1.5, VLLM: 1.3}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -58,13 +63,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = questions(args.scored_rows, args.scored_words)
     prompts = args.temporary / "questions.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    contestants = {OURS: Ours(prompts, args), THEIRS: Harness(rows, args)}
+    contestants: dict[str, Ours | Harness | VllmScores] = {OURS: Ours(prompts, args), THEIRS: Harness(rows, args)}
+    if args.vllm_python is not None:
+        contestants[VLLM] = VllmScores(rows, args)
     roofs = Roofs(0.25, args.threads)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    scores: dict[str, list[float]] = {}
-    for name, contestant in contestants.items():
+    for contestant in contestants.values():
         contestant.seconds()  # warm
-        scores[name] = contestant.scores
     for _, turn in in_rounds(contestants, args.rounds):
         roofs.measure()
         for name in turn:
@@ -72,21 +77,29 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     roofs.measure()
     count = args.scored_rows * CHOICES
     least = 2 * inventory(open_model(args.model).profile).active * least_tokens(args.model, rows)
+    ours, peers = contestants[OURS], [name for name in contestants if name != OURS]
     result = {
         "model": Path(args.model).name,
         "rows": args.scored_rows,
-        "harness_dtype": args.harness_dtype,
+        "peers_dtype": args.harness_dtype,
         "scores": count,
         **{f"{name}_scores_per_s": round(count / statistics.median(taken), 2) for name, taken in seconds.items()},
-        "ratio": round(statistics.median(b / a for a, b in zip(seconds[OURS], seconds[THEIRS], strict=True)), 3),
+        **{
+            f"ratio_to_{name}": round(
+                statistics.median(b / a for a, b in zip(seconds[OURS], seconds[name], strict=True)), 3
+            )
+            for name in peers
+        },
         "roof_share": round(least / roofs.figures()["bf16_flops"] / statistics.median(seconds[OURS]), 3),
-        "median_difference": round(
-            statistics.median(abs(a / b - 1) for a, b in zip(scores[OURS], scores[THEIRS], strict=True)), 5
-        ),
-        "bars": {"ratio": 1.5},
+        **{f"median_difference_to_{name}": _difference(ours.scores, contestants[name].scores) for name in peers},
+        "bars": {f"ratio_to_{name}": BARS[name] for name in peers},
     }
     print("scoring ", "  ".join(f"{key} {value}" for key, value in result.items()))
     return result
+
+
+def _difference(ours: list[float], peer: list[float]) -> float:
+    return round(statistics.median(abs(a / b - 1) for a, b in zip(ours, peer, strict=True)), 5)
 
 
 def questions(count: int, words: int) -> list[dict[str, Any]]:
@@ -102,14 +115,18 @@ def questions(count: int, words: int) -> list[dict[str, Any]]:
 
 def least_tokens(model: str, rows: list[dict[str, Any]]) -> int:
     """Tokens of all prompts and choices, each once; the last token of a choice is not computed."""
-    tokenizer, context = Tokenizer.of(open_model(model).directory), RowContext(task=SCORE)
     total = 0
+    for encoded in _encoded(model, rows):
+        total += encoded[0].scored_from + sum(len(one.token_ids) - one.scored_from - 1 for one in encoded)
+    return total
+
+
+def _encoded(model: str, rows: list[dict[str, Any]]) -> Iterator[Sequence[EncodedPrompt]]:
+    tokenizer, context = Tokenizer.of(open_model(model).directory), RowContext(task=SCORE)
     for number, values in enumerate(rows):
         row = read_values(values, number, number + 1, context, SamplingCache(context))
         assert isinstance(row, Row)
-        encoded = encode_choices(row, tokenizer, 1 << 20)
-        total += encoded[0].scored_from + sum(len(one.token_ids) - one.scored_from - 1 for one in encoded)
-    return total
+        yield encode_choices(row, tokenizer, 1 << 20)
 
 
 class Ours:
@@ -160,3 +177,29 @@ class Harness:
             taken = time.perf_counter() - began
         self.scores = [score for score, _ in scored]
         return taken
+
+
+class VllmScores:
+    """vLLM in its own process, loaded once."""
+
+    def __init__(self, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+        choices = [choice for encoded in _encoded(args.model, rows) for choice in encoded]
+        self._count = len(choices)
+        work = Work(
+            model=Path(args.model),
+            prompts=[list(choice.token_ids) for choice in choices],
+            new_tokens=[1] * self._count,
+            batches=[self._count],
+            threads=args.threads,
+        )
+        options = {"scored_from": [choice.scored_from for choice in choices], "dtype": args.harness_dtype}
+        self._process = Contestant(
+            f"{VLLM}-scores", Places(vllm=args.vllm_python), work, args.temporary, warm=False, options=options
+        )
+        self._process.wait()
+        self.scores: list[float] = []
+
+    def seconds(self) -> float:
+        said = self._process.generate(self._count)
+        self.scores = said["scores"]
+        return float(said["seconds"])
