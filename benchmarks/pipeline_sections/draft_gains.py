@@ -3,12 +3,14 @@ prices by which ``--speculate auto`` and ``optimize --acceptance`` decide.
 
 Answers are played (`drafts.played_work`), and so are drafts (`generators/planted_drafts.py`). One process goes through
 no drafts and all settings in turns. ``predicted`` comes from prices corrected by its first passes without drafts,
-``ledger`` from those of the measured machine alone. Rates are of passes in which all sequences decode. The big model
-runs bound by a disk in a control group of one third of its bytes, as it is and with experts of four bits.
+``ledger`` from those of the measured machine alone, which is measured first unless it has been. Rates are of passes in
+which all sequences decode. The big model runs bound by a disk in a control group of one third of its bytes, as it is
+and with experts of four bits.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 from runner.forms import converted
 from runner.limits import measure_base
 
+from moelight.runtime.machine_profile import machine_profile
 from pipeline_sections.disk import PLAN_SLACK
 from pipeline_sections.drafts import played_work
 from pipeline_sections.setting import Setting, limits_memory, started
@@ -27,6 +30,8 @@ LEAST, MOST = 0.9, 1.1  # bars: measured over predicted gain
 def run(setting: Setting) -> dict[str, Any]:
     """Every model, batch size and setting."""
     options = setting.options
+    os.environ["OMP_NUM_THREADS"] = str(setting.threads)  # as contestants have it: a profile is of so many threads
+    machine_profile("cpu", disk_dir=setting.scratch)
     models: list[tuple[Path, int | None]] = [(model, None) for model in setting.models]
     if options["gains_disk"]:
         forms = (setting.big, converted(setting.big, "int4", setting.big.parent))

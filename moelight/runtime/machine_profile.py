@@ -209,7 +209,7 @@ def fingerprint(device: str) -> str:
     facts = (
         processor_name(),
         usable_threads(),
-        os.environ.get("OMP_NUM_THREADS", ""),
+        _openmp_threads(),
         accelerator_name(device) or "",
         device.partition(":")[2] or "0",
         _version("torch"),
@@ -232,6 +232,12 @@ def describe(machine: Machine) -> str:
 def usable_threads() -> int:
     """Hardware threads that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _openmp_threads() -> int:
+    """Threads of OpenMP's outermost level: those of OMP_NUM_THREADS, else all usable ones."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else usable_threads()
 
 
 def _version(package: str) -> str:

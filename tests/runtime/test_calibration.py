@@ -27,7 +27,7 @@ from moelight.profiles.hardware_text import write_hardware_profile
 from moelight.runtime.calibration import disk, machine, surfaces, timing
 from moelight.runtime.calibration.effort import FULL, QUICK, Effort
 from moelight.runtime.calibration.surfaces import LEAST_TURNS, Pool
-from moelight.runtime.calibration.timing import Measurement, Others, best_of_rounds, reading_of, sample
+from moelight.runtime.calibration.timing import Measurement, Others, over_rounds, reading_of, sample
 from moelight.runtime.machine import Machine, find_machine
 
 CPU = torch.device("cpu")
@@ -76,17 +76,31 @@ def test_a_reading_is_the_median_and_the_width_of_the_middle_half() -> None:
     assert reading == Measurement(rate=2.0, spread=pytest.approx(2 / 3))
 
 
-def test_the_fastest_round_counts_and_disturbed_rounds_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = iter([1.5, 0.0, 0.7, 0.01, 9.0])
-    monkeypatch.setattr(timing, "Others", lambda: SimpleNamespace(cores=lambda: next(busy)))
-    rates = {"a": iter([1.0, 5.0, 3.0, 2.0]), "b": iter([9.0, 1.0, 1.0, 1.0])}
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        pytest.param([1.5, 0.0, 0.7, 0.01, 0.1], {"a": 4.0, "b": 2.0}, id="the median of undisturbed rounds"),
+        pytest.param([1.5, 0.7, 0.9, 0.5, 0.3], {"a": 9.0, "b": 8.0}, id="the fastest of disturbed ones"),
+    ],
+)
+def test_undisturbed_rounds_count_alike(
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, others: list[float], expected: dict[str, float]
+) -> None:
+    busy = iter(others)
+
+    def round_ends() -> float:
+        clock.sleep(1.0)
+        return next(busy)
+
+    monkeypatch.setattr(timing, "Others", lambda: SimpleNamespace(cores=round_ends))
+    rates = {"a": iter([1.0, 5.0, 9.0, 3.0, 4.0]), "b": iter([8.0, 1.0, 1.0, 7.0, 2.0])}
     measurements = {
         key: (lambda seconds, original=rate: Measurement(rate=next(original), spread=seconds), 0.5)
         for key, rate in rates.items()
     }
-    result, least = best_of_rounds(measurements, quiet_rounds=2, seconds=60.0)
-    assert {key: reading.rate for key, reading in result.items()} == {"a": 5.0, "b": 9.0}
-    assert least == 0.0 and next(busy) == 9.0
+    result, least = over_rounds(measurements, quiet_rounds=3, seconds=4.5)
+    assert {key: reading.rate for key, reading in result.items()} == expected
+    assert least == min(others)
 
 
 @pytest.fixture
@@ -122,7 +136,7 @@ def test_a_slow_machine_leaves_out_the_last_gauges_but_never_the_first(clock: Si
         clock.sleep(0.02)
         return Measurement(rate=1.0, spread=0.0)
 
-    result, _ = best_of_rounds(dict.fromkeys(range(50), (slow, 0.0)), quiet_rounds=3, seconds=0.03)
+    result, _ = over_rounds(dict.fromkeys(range(50), (slow, 0.0)), quiet_rounds=3, seconds=0.03)
     assert 0 in result and 1 < len(result) < 10
 
 

@@ -161,6 +161,15 @@ def test_other_machines_and_releases_have_other_names(monkeypatch: pytest.Monkey
     assert len(names) == 6
 
 
+@pytest.mark.parametrize("told", ["4", "4,1", "none", ""])
+def test_as_many_threads_by_another_word_are_the_same_machine(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    monkeypatch.setattr(room, "usable_threads", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    name = kept_path("cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    assert kept_path("cpu") == name
+
+
 def test_a_twin_has_no_profile() -> None:
     with pytest.raises(ConfigError, match="twin"):
         machine_profile("twin")

@@ -33,8 +33,8 @@ from moelight.runtime.calibration.timing import (
     Measurement,
     Work,
     beside,
-    best_of_rounds,
     finisher,
+    over_rounds,
     sample,
 )
 from moelight.runtime.machine import Machine, find_machine
@@ -115,7 +115,7 @@ class _Findings:
         if not on_cpu:
             for measure_one, _ in measurements.values():
                 measure_one(0.0)  # kernels are loaded at their first use
-        measured, busy = best_of_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
+        measured, busy = over_rounds(measurements, quiet_rounds=effort.quiet_rounds, seconds=seconds)
         self.busy_elsewhere = max(self.busy_elsewhere, busy)
         readings = {key: reading for key, reading in measured.items() if isinstance(key, str)}
         curves = {point: reading for point, reading in measured.items() if isinstance(point, tuple)}

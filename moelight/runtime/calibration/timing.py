@@ -1,5 +1,8 @@
-"""Speed of a piece of work: the median of repeated samples, in the fastest of several rounds. Other programs only slow
-work down, and mostly for a while, so the rounds are apart in time."""
+"""Speed of a piece of work: the median of repeated samples in a round, and of several rounds that are apart in time.
+
+What other programs of this system slow down is known and left out. Neighbours on the host of a virtual machine are not:
+a core has fast and slow states for seconds, and a job meets all of them, so undisturbed rounds count alike.
+"""
 
 from __future__ import annotations
 
@@ -101,24 +104,38 @@ def sample(work: Work, *, seconds: float, amount: float = 1.0, finish: Work = la
     return reading_of(samples, amount)
 
 
-def best_of_rounds(
+def over_rounds(
     measurements: Mapping[Key, tuple[Measure, float]], *, quiet_rounds: int, seconds: float
 ) -> tuple[dict[Key, Measurement], float]:
-    """Fastest reading of each measurement (given with the seconds it may take), and the processors that other programs
-    kept busy in the quietest round. Rounds are repeated until ``quiet_rounds`` were undisturbed or ``seconds`` have
-    passed; the first round is cut at twice ``seconds``, so order measurements by importance."""
-    began, best, quiet, least = time.perf_counter(), dict[Key, Measurement](), 0, float("inf")
-    while quiet < quiet_rounds and (not best or time.perf_counter() - began < seconds):
-        others, first_round = Others(), not best
+    """Reading of each measurement (given with the seconds it may take), and the processors that other programs kept
+    busy in the quietest round. The reading is that of median rate among undisturbed rounds, the fastest if none was.
+    Rounds are repeated until ``quiet_rounds`` were undisturbed or ``seconds`` have passed; the first round is cut at
+    twice ``seconds``, so order measurements by importance."""
+    began, quiet, least = time.perf_counter(), 0, float("inf")
+    readings: dict[Key, tuple[list[Measurement], list[Measurement]]] = {}  # of disturbed and of undisturbed rounds
+    while quiet < quiet_rounds and (not readings or time.perf_counter() - began < seconds):
+        others, first_round, taken = Others(), not readings, dict[Key, Measurement]()
         for key, (measure_one, each_s) in measurements.items():
-            if best and time.perf_counter() - began > (2 * seconds if first_round else seconds):
+            if (readings or taken) and time.perf_counter() - began > (2 * seconds if first_round else seconds):
                 break
-            reading = measure_one(each_s)
-            if key not in best or reading.rate > best[key].rate:
-                best[key] = reading
+            taken[key] = measure_one(each_s)
         busy = others.cores()
-        quiet, least = quiet + (busy < DISTURBED_CORES), min(least, busy)
-    return best, least
+        undisturbed = busy < DISTURBED_CORES
+        for key, reading in taken.items():
+            readings.setdefault(key, ([], []))[undisturbed].append(reading)
+        quiet, least = quiet + undisturbed, min(least, busy)
+    return {
+        key: _middle(alone) if alone else max(beside, key=_rate) for key, (beside, alone) in readings.items()
+    }, least
+
+
+def _middle(readings: Sequence[Measurement]) -> Measurement:
+    """That of median rate; of an even number the slower one in the middle."""
+    return sorted(readings, key=_rate)[(len(readings) - 1) // 2]
+
+
+def _rate(reading: Measurement) -> float:
+    return reading.rate
 
 
 def repeated(work: Work, seconds: float, *, before: Work = lambda: None) -> list[float]:
