@@ -200,6 +200,6 @@ class VllmScores:
         self.scores: list[float] = []
 
     def seconds(self) -> float:
-        said = self._process.generate(self._count)
-        self.scores = said["scores"]
-        return float(said["seconds"])
+        result = self._process.generate(self._count)
+        self.scores = result["scores"]
+        return float(result["seconds"])
