@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +29,14 @@ def _same_state_every_time() -> None:
     two that an earlier test left would wait for each other. Tests of packages without torch set nothing."""
     random.seed(0)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+        _generators().manual_seed(0)
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+
+
+@functools.cache
+def _generators() -> Any:
+    """What seeds those of all devices. torch itself formats a stack for each device that is not here, a millisecond."""
+    return sys.modules["torch"] if _has_gpu() else sys.modules["torch"].default_generator
 
 
 @pytest.fixture(autouse=True)

@@ -25,11 +25,11 @@ from moelight.scheduler.requirements import misfit
 def examples(count: int) -> settings:
     """Hypothesis settings of these tests: repeatable, and without deadlines.
 
-    One in five of ``count`` examples are drawn, or the percentage in the environment variable MOELIGHT_EXAMPLES (40 in
+    One in ten of ``count`` examples are drawn, or the percentage in the environment variable MOELIGHT_EXAMPLES (40 in
     CI).
     """
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    drawn = max(1, count * int(os.environ.get("MOELIGHT_EXAMPLES", "20")) // 100)
+    drawn = max(1, count * int(os.environ.get("MOELIGHT_EXAMPLES", "10")) // 100)
     return settings(max_examples=drawn, deadline=None, derandomize=True, suppress_health_check=slow)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from tests.test_layers import parsed
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -42,7 +44,7 @@ def imported() -> frozenset[str]:
 
 def _imported() -> Iterator[str]:
     for path in (ROOT / "moelight").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import):
                 yield from (name.name.split(".")[0] for name in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

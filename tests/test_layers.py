@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections import defaultdict
@@ -90,9 +91,15 @@ def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in NO_PACKAGE)
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A module of the package, for all tests that read its source."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
 def trees() -> Trees:
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in modules()}
+    return {path: parsed(path) for path in modules()}
 
 
 def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -10,7 +10,7 @@ import pytest
 from moelight.core.paths import CACHE_VARIABLE
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The directory, which processes that tests start use too."""
     directory = tmp_path_factory.mktemp("cache")

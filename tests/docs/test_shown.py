@@ -27,7 +27,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans")
 
 
-LONG = ("docs/guides/planning.md",)
+LONG = ("docs/guides/planning.md", "docs/guides/ray.md", "docs/guides/recipes.md", "docs/guides/rent.md")
 
 
 @pytest.mark.parametrize(

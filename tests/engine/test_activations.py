@@ -154,6 +154,7 @@ def test_products_are_priced_as_faster_and_reads_as_they_are(machine: str, unit:
     assert few[1] == few[0] and many[1] == pytest.approx(many[0] / ratio, rel=1e-2)
 
 
+@pytest.mark.usefixtures("unproved")
 def test_a_card_without_integer_units_leaves_them_to_the_cpu() -> None:
     fixed = {"activations": "int8", "attention_device": "gpu"}
     assert optimize("t4", "mixtral-8x7b", WORK, cache=False, fix=fixed).policy.ffn_device == "cpu"

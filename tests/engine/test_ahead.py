@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moelight.engine.pass_runner import PassRunner
 from moelight.engine.sampling import next_tokens
 from moelight.engine.tokenizer import Tokenizer
 from moelight.runtime.lanes import HostTicket, StreamTicket
+from tests.cases import thorough
 from tests.engines import Tiny
 
 PROMPTS = [[65 + n] * (1 + 5 * n % 23) for n in range(9)]
@@ -115,7 +117,10 @@ def test_choosing_apart_and_scoring_read_nothing_back(model: Path) -> None:
     assert [int(chosen[row]) for row in range(6, 40, 7)] == logits.argmax(1)[6::7].tolist()
 
 
-@pytest.mark.parametrize(("lanes", "temperature"), [("auto", 0.0), ("threads", 0.9), ("inline", 0.9)])
+@pytest.mark.parametrize(
+    ("lanes", "temperature"),
+    thorough([("auto", 0.0), ("threads", 0.9), ("inline", 0.9)], but=[("auto", 0.0), ("inline", 0.9)]),
+)
 def test_who_ends_early_rides_once_more_for_nothing(model: Path, lanes: str, temperature: float) -> None:
     """By the end-of-sequence token or by a stop text: the same answers as where tokens are seen at once."""
     how = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
@@ -155,8 +160,10 @@ def test_one_wasted_pass_at_the_end_where_all_stop_at_once(model: Path) -> None:
         assert engine.stats.passes - before == ended + 1 + 1
 
 
-@pytest.mark.parametrize("device", ["cpu", "twin"])
-@pytest.mark.parametrize("lanes", ["auto", "threads"])
+@pytest.mark.parametrize(
+    ("device", "lanes"),
+    thorough(product(["cpu", "twin"], ["auto", "threads"]), but=[("cpu", "threads"), ("twin", "auto")]),
+)
 def test_leaving_in_the_middle_leaves_an_engine_that_works(model: Path, device: str, lanes: str) -> None:
     """The pass that was launched ahead is waited for; its pages, blocks and places are nobody's."""
     here = policy(

@@ -15,11 +15,12 @@ from moelight.core.schedule import TaskKind
 from moelight.kernels.gpu import attention, serving
 from moelight.runtime import attention_ops
 from moelight.runtime.microbatch import require
+from tests.cases import thorough
 from tests.engines import Tiny
 from tests.kernels import gpu_layers  # noqa: F401  tells Triton to interpret
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", thorough(["auto", "int8"], but=["int8"]))
 def test_the_same_tokens_by_few_launches(kv_dtype: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of the cache in both memories; codes and scales of an int8 cache cross, each fetched by a launch."""
     if not serving.interpreting():

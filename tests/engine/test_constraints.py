@@ -24,6 +24,7 @@ from tests.engines import Tiny
 
 DEMO = Path(__file__).resolve().parents[2] / "moelight" / "demo"
 Fits = Callable[[Any], bool]
+Answer = Callable[..., Completion]
 
 
 def value(random: Random, depth: int) -> tuple[dict[str, Any], Fits]:
@@ -112,18 +113,24 @@ def test_answers_match_thirty_grammars_in_one_batch(device: str) -> None:
     assert [item.completion_tokens for item in result[30:]] == [12, 12]
 
 
-def answer(how: dict[str, Any], **outputs: Any) -> Completion:
+@pytest.fixture(scope="module")
+def answer() -> Iterator[Answer]:
+    """``answer(sampling, **structured_outputs)`` of the bundled model."""
     with Engine(Policy(model="demo", batch_size=2), device="cpu") as engine:
-        inputs = {"max_tokens": 30, "temperature": 1.0, "seed": 2, **how}
-        return engine.generate(["x"], SamplingParams(structured_outputs=StructuredOutputs(**outputs), **inputs))[0]
+
+        def generate(how: dict[str, Any], **outputs: Any) -> Completion:
+            inputs = {"max_tokens": 30, "temperature": 1.0, "seed": 2, **how}
+            return engine.generate(["x"], SamplingParams(structured_outputs=StructuredOutputs(**outputs), **inputs))[0]
+
+        yield generate
 
 
-def test_an_answer_cut_short_says_so() -> None:
+def test_an_answer_cut_short_says_so(answer: Answer) -> None:
     result = answer({"max_tokens": 4}, regex="[a-z]{20}")
     assert (len(result.text), result.finish_reason) == (4, "length")
 
 
-def test_the_grammar_outranks_what_would_leave_no_token() -> None:
+def test_the_grammar_outranks_what_would_leave_no_token(answer: Answer) -> None:
     """Neither a least number of tokens nor a bias makes an answer that does not match."""
     eos_is_likely = {"logit_bias": {1: 100.0}}
     assert answer(eos_is_likely, regex="[a-z]{5}").completion_tokens == 5
@@ -132,7 +139,7 @@ def test_the_grammar_outranks_what_would_leave_no_token() -> None:
     assert answer({"stop_token_ids": [90, 91], "min_tokens": 3}, regex="[vw]{4}").completion_tokens <= 4
 
 
-def test_allowed_tokens_within_a_grammar() -> None:
+def test_allowed_tokens_within_a_grammar(answer: Answer) -> None:
     a, b = demo_ids("ab")
     result = answer({"allowed_token_ids": [a, b]}, regex="[a-z]{8}")
     assert result.finish_reason == "stop" and set(result.text) <= {"a", "b"}
@@ -141,7 +148,7 @@ def test_allowed_tokens_within_a_grammar() -> None:
     assert "allowed_token_ids" in str(result.stop_reason)
 
 
-def test_bad_words_leave_the_grammar_its_last_token() -> None:
+def test_bad_words_leave_the_grammar_its_last_token(answer: Answer) -> None:
     a, b, c = demo_ids("abc")
     among = {"allowed_token_ids": [a, b, c], "bad_words": ["ab", "c"]}
     result = answer(among, regex="[abc]{12}")
@@ -153,14 +160,14 @@ def demo_ids(text: str) -> list[int]:
     return Tokenizer.from_dir(DEMO).encode(text, add_special_tokens=False)
 
 
-def test_a_pattern_and_a_length_both_hold() -> None:
+def test_a_pattern_and_a_length_both_hold(answer: Answer) -> None:
     schema = json.dumps({"type": "string", "pattern": "^[a-z]+-[0-9]+$", "maxLength": 7})
     for seed in range(3):
         text = answer({"temperature": 1.5, "seed": seed}, json=schema).text
         assert re.fullmatch("[a-z]+-[0-9]+", json.loads(text)) and len(json.loads(text)) <= 7
 
 
-def test_an_answer_that_no_token_goes_on_with_is_an_error() -> None:
+def test_an_answer_that_no_token_goes_on_with_is_an_error(answer: Answer) -> None:
     """The demo's vocabulary has no é, which is found only where it is needed."""
     result = answer({"logprobs": 0}, regex="abé")
     assert (result.text, result.finish_reason) == ("ab", "error")
@@ -284,7 +291,7 @@ def test_choices_are_what_a_grammar_of_them_would_be() -> None:
     constraints.close()
 
 
-def test_of_very_many_choices_one_is_answered() -> None:
+def test_of_very_many_choices_one_is_answered(answer: Answer) -> None:
     """The same one where the others are far behind."""
     many = [f"option {n:05d}" for n in range(10_000)]
     how = {"temperature": 0.0}
@@ -314,7 +321,7 @@ def test_what_is_too_large_for_the_library_is_called_so(outputs: dict[str, Any])
     constraints.close()
 
 
-def test_an_answer_that_becomes_too_large_is_an_error() -> None:
+def test_an_answer_that_becomes_too_large_is_an_error(answer: Answer) -> None:
     result = answer({}, regex="[b-d]{3}(a{1000}){1000}")
     assert (len(result.text) >= 2, result.finish_reason) == (True, "error")
     assert str(result.stop_reason).startswith(TOO_LARGE)

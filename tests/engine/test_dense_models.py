@@ -29,7 +29,7 @@ from moelight.models.checkpoints import open_model
 from moelight.models.graph import self_test
 from moelight.models.graph.model import GraphModel, on_meta
 from tests.cases import exhaustive, thorough
-from tests.engine.graphs import HOW, ORDERS, SIZES, STREAMED, prompts, tokens
+from tests.engine.graphs import HOW, ORDERS, ORDERS_BY_NAME, SIZES, STREAMED, prompts, tokens
 
 FAMILIES = {  # what each has that others have not
     "llama": "nothing",
@@ -62,10 +62,10 @@ def test_orders_without_a_gpu(schedule: str, checkpoints: Any) -> None:
     assert tokens(directory, schedule=schedule, weights=Shares(host=0.25, disk=0.75)) == expected
 
 
-@pytest.mark.parametrize("order", [ORDERS[0], ORDERS[2], ORDERS[3]], ids=lambda order: order[0])
-def test_orders_beside_a_gpu(order: tuple[str, str, str, Shares], checkpoints: Any) -> None:
+@pytest.mark.parametrize("order", thorough(["cgopipe-gpu", "module-gpu", "flexgen-gpu"], but=["flexgen-gpu"]))
+def test_orders_beside_a_gpu(order: str, checkpoints: Any) -> None:
     """Layers are on the device when they are computed."""
-    schedule, attention, _, _ = order
+    schedule, attention, _, _ = ORDERS_BY_NAME[order]
     directory, expected = checkpoints("llama")
     result = tokens(
         directory, "twin", schedule=schedule, attention_device=attention, ffn_device="gpu", weights=HOMES[2]

@@ -80,7 +80,7 @@ def test_embeddings_are_the_hidden_states_of_transformers(family: str, position:
     check(tiny(family), position)
 
 
-@pytest.mark.parametrize("family", thorough(GRAPHS, but=["gpt_oss", "llama"]))
+@pytest.mark.parametrize("family", thorough(GRAPHS, but=["gpt_oss"]))
 def test_a_module_graph_gives_its_hidden_states(family: str, checkpoints: Any) -> None:
     check(checkpoints(family)[0], "streamed")
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from moelight.engine.planning import resolve, resolve_host_pages
 from moelight.models.checkpoints import open_model
 from moelight.profiles.workload import Workload
 from moelight.runtime.machine import Machine, find_machine
+from tests.cases import thorough
 from tests.engines import Tiny
 from tests.process import affinities, holds_at_last
 from tests.tiny import BOS
@@ -370,17 +372,19 @@ def test_a_planned_engine_keeps_its_plan(model: Path) -> None:
 BESIDE = {"ffn_device": "gpu", "attention_device": "gpu"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+PLACES: list[dict[str, Any]] = [
+    {},
+    {"schedule": "module"},
+    {**BESIDE, "schedule": "flexgen"},
+    {**BESIDE, "kv": Shares(device=1.0)},
+    {"ffn_device": "split", "cpu_experts": 0.5},
+    {"attention_device": "gpu"},
+]
+
+
 @pytest.mark.parametrize(
-    "devices",
-    [
-        {},
-        {"schedule": "module"},
-        {**BESIDE, "schedule": "flexgen"},
-        {**BESIDE, "kv": Shares(device=1.0)},
-        {"ffn_device": "split", "cpu_experts": 0.5},
-        {"attention_device": "gpu"},
-    ],
+    ("devices", "dtype"),
+    thorough(product(PLACES, ["bfloat16", "float16"]), but=[*zip(PLACES, cycle(["bfloat16", "float16"]))][:5]),
 )
 def test_weights_may_be_held_in_another_format(model: Path, dtype: str, devices: dict[str, Any]) -> None:
     policy = Policy(model=str(model), weight_dtype=dtype, weights=Shares(host=0.5, disk=0.5), **devices)

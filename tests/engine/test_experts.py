@@ -158,7 +158,10 @@ def test_every_predictor(family: str, tiny: Tiny, strategy: str, monkeypatch: py
     assert stalls["ahead_useful"] <= stalls["ahead_pages"]
 
 
-@pytest.mark.parametrize(("devices", "lanes"), in_turn([(item,) for item in DEVICES], LANE_KINDS))
+BY_LANES = in_turn([(item,) for item in DEVICES], LANE_KINDS)
+
+
+@pytest.mark.parametrize(("devices", "lanes"), thorough(BY_LANES, but=BY_LANES[::2]))
 def test_every_machine(tiny: Tiny, devices: str, lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of the missing experts the CPU computes is decided anew in each layer."""
     monkeypatch.setattr(predict, "SURE", 0.0)

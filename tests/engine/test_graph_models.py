@@ -44,7 +44,7 @@ FAMILIES = {  # what each has that others have not
 }
 
 
-@pytest.mark.parametrize("family", thorough(FAMILIES, but=["gpt_oss", "deepseek_v2", "qwen3_next", "deepseek_v32"]))
+@pytest.mark.parametrize("family", thorough(FAMILIES, but=["gpt_oss", "qwen3_next", "deepseek_v32"]))
 def test_a_family_gives_the_tokens_of_transformers(family: str, checkpoints: Any) -> None:
     """Experts come from disk in every pass."""
     directory, expected = checkpoints(family)
@@ -55,7 +55,7 @@ ORDERED = ("gpt_oss", "deepseek_v2", "qwen3_next")
 
 
 @pytest.mark.parametrize(
-    ("family", "order"), thorough(product(ORDERED, ORDERS_BY_NAME), but=[*zip(cycle(ORDERED), ORDERS_BY_NAME)][::2])
+    ("family", "order"), thorough(product(ORDERED, ORDERS_BY_NAME), but=[*zip(cycle(ORDERED), ORDERS_BY_NAME)][1::3])
 )
 def test_every_order_gives_the_same_tokens(family: str, order: str, checkpoints: Any) -> None:
     directory, expected = checkpoints(family)

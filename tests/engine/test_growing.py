@@ -24,6 +24,7 @@ from moelight.hrm.footprint import pass_tokens
 from moelight.paging.kv import BlockPool
 from moelight.profiles.rope import ByLength
 from moelight.profiles.workload import Workload
+from tests.cases import thorough
 from tests.engine.graphs import prompts as graph_prompts
 from tests.engines import Tiny
 from tests.shapes import examples
@@ -303,7 +304,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thorough(WAYS, but=["static", "twin"]))
 def test_answers_are_those_of_a_cache_in_which_nothing_is_suspended(
     model: Path, wanted: list[Completion], way: str
 ) -> None:

@@ -17,6 +17,7 @@ from moelight.cli.main import main
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
+from tests.cases import covering, thorough
 from tests.engines import Tiny, all_pairs
 from tests.tiny import FAMILIES
 
@@ -70,7 +71,10 @@ def test_spoiled_weights_answer_nothing(name: str, value: float, family: str, ti
         assert_not_finite(completion)
 
 
-@pytest.mark.parametrize(("value", "way", "device"), all_pairs([math.nan, math.inf], WAYS, ["cpu", "twin"]))
+MET = all_pairs([math.nan, math.inf], WAYS, ["cpu", "twin"])
+
+
+@pytest.mark.parametrize(("value", "way", "device"), thorough(MET, but=covering(MET)))
 def test_only_the_rows_that_meet_the_damage_are_errors(
     value: float, way: str, device: str, tiny: Tiny, tmp_path: Path
 ) -> None:

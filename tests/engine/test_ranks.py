@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,25 @@ def mixtral(tiny: Tiny) -> Path:
 @pytest.mark.parametrize(
     "weights", thorough([RESIDENT, HALF, Shares(disk=1.0)], but=[HALF]), ids=["resident", "half", "streamed"]
 )
-def test_two_ranks_give_the_tokens_of_one(mixtral: Path, weights: Shares) -> None:
+def test_two_ranks_give_what_one_gives(mixtral: Path, weights: Shares) -> None:
+    """Tokens, samples, scores, embeddings, and experts by their numbers in the model."""
     opened = shard(open_model(str(mixtral)), 0, 2)
     assert (opened.profile.attention.num_heads, opened.profile.head_ranks) == (2, 2)
-    assert answers(mixtral, 2, weights=weights) == answers(mixtral, 1)
+    how = [SamplingParams(temperature=1.0, seed=index, max_tokens=6, ignore_eos=True, logprobs=2) for index in range(5)]
+    results = []
+    for tp in ("1", "2"):
+        policy = Policy(model=str(mixtral), weight_dtype="float32", **{"weights": weights, **SIZES})
+        with Engine(policy, device="cpu", tp=tp) as engine:
+            greedy = engine.generate(prompts(), replace(HOW, return_routed_experts=True))
+            sampled = engine.generate(prompts(), how)
+            scored = engine.generate(prompts(), PROMPT_ONLY)
+            vectors = engine.embed(prompts(), PoolingParams(pooling_type="mean"))
+        tokens = [item.token_ids for item in (*greedy, *sampled)], [item.prompt_tokens for item in scored]
+        results.append(((*tokens, [item.routed_experts.tolist() for item in greedy]), vectors))
+    (one, expected), (two, vectors) = results
+    assert one == two
+    assert max(max(map(max, layer)) for row in one[-1] for layer in row) > 1
+    assert vectors == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.thorough
@@ -92,44 +108,20 @@ def test_each_rank_fetches_the_routed_ones_of_its_experts(tiny: Tiny, places: st
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("family", thorough(FAMILIES, but=FAMILIES[:1]))
-def test_module_graphs_divide_their_experts(family: str, tmp_path: Path) -> None:
-    model, expected = made(tmp_path / family, family)
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_module_graphs_divide_their_experts(family: str, checkpoints: Any) -> None:
+    model, expected = checkpoints(family)
     assert answers(model, 2, weights=STREAMED) == expected
 
 
-@pytest.mark.parametrize("method", thorough(["gptq int4", "nvfp4", "awq", "mlx int4", "nf4"], but=["gptq int4"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["gptq int4", "nvfp4", "awq", "mlx int4", "nf4"])
 def test_stored_formats_are_divided_as_they_are(tiny: Tiny, method: str, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape["intermediate_size"] = 64
     quantised, _ = quantise(tiny("mixtral", num_local_experts=4, **shape), tmp_path, METHODS[method])
     assert answers(quantised, 2, weights=HALF) == answers(quantised, 1)
-
-
-def test_sampling_scores_and_embeddings_are_those_of_one_rank(mixtral: Path) -> None:
-    how = [SamplingParams(temperature=1.0, seed=index, max_tokens=6, ignore_eos=True, logprobs=2) for index in range(5)]
-    results = []
-    for tp in ("1", "2"):
-        policy = Policy(model=str(mixtral), weight_dtype="float32", **SIZES)
-        with Engine(policy, device="cpu", tp=tp) as engine:
-            sampled = engine.generate(prompts(), how)
-            scored = engine.generate(prompts(), PROMPT_ONLY)
-            vectors = engine.embed(prompts(), PoolingParams(pooling_type="mean"))
-        results.append((sampled, scored, vectors))
-    (one, scores, vectors), (two, others, same) = results
-    assert [item.token_ids for item in one] == [item.token_ids for item in two]
-    assert [item.prompt_tokens for item in scores] == [item.prompt_tokens for item in others]
-    assert vectors == pytest.approx(same, abs=1e-5)
-
-
-def test_the_experts_of_tokens_are_numbered_as_in_the_model(mixtral: Path) -> None:
-    how = SamplingParams(max_tokens=4, ignore_eos=True, return_routed_experts=True)
-    results = []
-    for tp in ("1", "2"):
-        policy = Policy(model=str(mixtral), weight_dtype="float32", **SIZES)
-        with Engine(policy, device="cpu", tp=tp) as engine:
-            results.append([item.routed_experts.tolist() for item in engine.generate(prompts(), how)])
-    assert results[0] == results[1] and max(max(map(max, layer)) for row in results[0] for layer in row) > 1
 
 
 def test_a_rank_that_is_killed_ends_the_run_and_the_cores_are_free_again(mixtral: Path) -> None:

@@ -15,14 +15,14 @@ from moelight.kernels.gpu import serving
 
 ISAS = tuple(native.extension().isa_available()) if native.available() else ()
 SERVERS = ("server", "lanes", "isa")  # fixtures that choose one
-_OF_OTHERS = 6
+_OF_OTHERS = 12
 EVERY_SERVER = "MOELIGHT_EVERY_SERVER"  # of `tests/with_extension.py`
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All cases run on what serves by itself here; of those on other instruction sets, and by torch, one in six does,
-    and in CI every other one. Of another build of the extension (`tests/with_extension.py`), all do."""
+    """All cases run on what serves by itself here; of those on other instruction sets, and by torch, one in twelve
+    does, and in CI every other one. Of another build of the extension (`tests/with_extension.py`), all do."""
     if EVERY_SERVER in os.environ:
         return
     usual = native.isa() or "torch"

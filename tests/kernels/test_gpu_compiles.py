@@ -53,6 +53,7 @@ def test_compiles(cards: str, variants: str, tmp_path: Path) -> None:
             assert row["mma.sync"] or row["wgmma"] or row["tcgen05.mma"], f"no tensor units: {row}"
 
 
+@pytest.mark.thorough
 def test_record(tmp_path: Path) -> None:
     """Programs are not compiled again where the record has them, and one that is compiled is as the record says."""
     if not serving.triton_available():

@@ -20,6 +20,7 @@ from moelight.profiles.hardware import load_hardware_profile
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import Workload
 from moelight.scheduler import SCHEDULES
+from tests.cases import thorough
 from tests.shapes import examples
 
 WORK = Workload(num_requests=4000, prompt_len=77, max_prompt_len=418, gen_len=32)
@@ -51,7 +52,9 @@ def test_the_passes_carry_the_jobs_tokens() -> None:
     assert {task.layer for task in tasks if task.kind is TaskKind.POST_ATTENTION} == set(range(16))
 
 
-@pytest.mark.parametrize(("card", "device", "disk"), [("t4", 0.06, 0.18), ("l4", 0.18, 0.0)])
+@pytest.mark.parametrize(
+    ("card", "device", "disk"), thorough([("t4", 0.06, 0.18), ("l4", 0.18, 0.0)], but=[("t4", 0.06, 0.18)])
+)
 def test_launches_hide_behind_the_link(card: str, device: float, disk: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stream has a thread that launches, so what launches cost delays a pass by 3 % at most."""
     shares = Shares(device=device, host=1 - device - disk, disk=disk)
@@ -174,7 +177,9 @@ def test_layers_begin_in_order() -> None:
     assert list(starts.values()) == sorted(starts.values())
 
 
-@pytest.mark.parametrize(("batch_size", "ring_pages"), [(100, 2), (100, 8), (1000, 3)])
+@pytest.mark.parametrize(
+    ("batch_size", "ring_pages"), thorough([(100, 2), (100, 8), (1000, 3)], but=[(100, 2), (1000, 3)])
+)
 def test_a_small_ring_waits_as_the_ledger_says(batch_size: int, ring_pages: int) -> None:
     """A disk that fills the ring during attention, and waits for experts then; or one that a processor hides."""
     laptop = load_hardware_profile("laptop-nvme")

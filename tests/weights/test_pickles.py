@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import moelight
 from moelight.batch.job import run_job
 from moelight.batch.options import JobOptions
 from moelight.core.errors import CheckpointError
 from moelight.weights.source import resolve_model
+from tests.test_layers import PACKAGE, parsed
 
-PACKAGE = Path(moelight.__file__).parent
 _UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
@@ -91,7 +90,7 @@ def test_a_sentence_piece_file_that_is_a_pickle_is_not_opened(trapped: Path, tmp
 
 def test_the_package_knows_no_unsafe_reader() -> None:
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [name.name.split(".")[0] for name in node.names]

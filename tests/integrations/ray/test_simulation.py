@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,6 +17,11 @@ def run(**changes: float) -> ClusterRun:
     return ClusterSimulation(replace(BASE, **changes)).run()  # type: ignore[arg-type]
 
 
+@cache
+def long_run() -> ClusterRun:
+    return run(rows=40_000)
+
+
 def test_no_job_is_faster_than_its_engines() -> None:
     for nodes in (1, 2, 7, 32):
         result = run(nodes=nodes)
@@ -25,14 +31,14 @@ def test_no_job_is_faster_than_its_engines() -> None:
 
 
 def test_long_jobs_are_efficient_and_loading_is_not() -> None:
-    assert run(rows=40_000).efficiency > 0.97
-    assert run(rows=40_000, load_s=600.0).efficiency < run(rows=40_000).efficiency - 0.1
+    assert long_run().efficiency > 0.97
+    assert run(rows=40_000, load_s=600.0).efficiency < long_run().efficiency - 0.1
 
 
 def test_slow_nodes_cost_what_they_lack() -> None:
     """The ideal counts their speed: leases follow it, so the efficiency stays."""
     slow = run(rows=40_000, slow_share=0.5, seed=3.0)
-    assert slow.ideal_s > 1.1 * run(rows=40_000).ideal_s
+    assert slow.ideal_s > 1.1 * long_run().ideal_s
     assert slow.efficiency > 0.95
 
 
@@ -40,7 +46,7 @@ def test_failures_redo_the_rows_that_an_engine_held() -> None:
     result = run(rows=40_000, failures_per_hour=2.0)
     assert result.failures > 3
     assert 0 < result.redone_rows <= result.failures * 2 * 64  # in its passes, and answers on their way
-    assert result.efficiency < run(rows=40_000).efficiency
+    assert result.efficiency < long_run().efficiency
 
 
 def test_the_driver_is_the_bound_where_rows_cost_more_than_engines_bring() -> None:
