@@ -87,10 +87,6 @@ inline Affine affine_of(const Quantized& q, int64_t row, int64_t group) {
   const Line by = Format::line(q, row, group);
   return {by.scale, by.zero};
 }
-template <>
-inline Affine affine_of<formats::Mxfp4>(const Quantized& q, int64_t row, int64_t group) {
-  return {half_power_of(static_cast<const uint8_t*>(q.scales)[row * q.groups + group]), 0.0f};
-}
 template <class Format>
   requires(kCodeValues<Format> != nullptr)
 inline Affine affine_of(const Quantized& q, int64_t row, int64_t group) {
@@ -111,7 +107,8 @@ inline Affine affine_of(const Quantized& q, int64_t row, int64_t group) {
 // The group of a column, where scales lie beside codes: asked once for many rows, because a division takes long.
 template <class Format>
 inline int64_t affine_group(const Quantized& q, int64_t column) {
-  return kInBlocks<Format> || q.groups == 1 ? 0 : column / q.group;
+  constexpr int64_t kGroup = Format::kTraits.group;
+  return kInBlocks<Format> || q.groups == 1 ? 0 : column / (kGroup != 0 ? kGroup : q.group);
 }
 
 // The columns from one on that share a scale, up to `stop`, at most `end`; they are followed by those of `group`.
@@ -230,6 +227,17 @@ inline void affines_of(const Quantized& q, int64_t row, int64_t first, int64_t s
       store_doubled(floats(halves[0] + i), to.times + 2 * i);
       if constexpr (kLess) store_doubled(_mm256_sub_ps(_mm256_setzero_ps(), floats(halves[1] + i)), to.less + 2 * i);
     }
+  } else if constexpr (std::is_same_v<Format, formats::Mxfp4>) {
+    const uint8_t* const powers = static_cast<const uint8_t*>(q.scales) + row * q.groups + base / 32;
+    for (int64_t i = 0, count = (end - base) / 32; i < count; i += 8) {
+      int64_t eight = 0;
+      if (count - i >= 8) {
+        std::memcpy(&eight, powers + i, sizeof eight);
+      } else {
+        std::memcpy(&eight, powers + i, static_cast<size_t>(count - i));
+      }
+      store_doubled(half_powers_of(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(eight))), to.times + 2 * i);
+    }
   } else {
     for (int64_t k = first; k < end;) {
       const SharedColumns shared = shared_columns<Format>(q, row, k, end, group);
@@ -242,10 +250,30 @@ inline void affines_of(const Quantized& q, int64_t row, int64_t first, int64_t s
   }
 }
 
-// Whether all of them are bounded: neither infinite, nor none, nor so small that a number could be subnormal.
+// Bounded is what is neither infinite, nor none, nor so small that a number could be subnormal.
+inline bool is_bounded(float x) {
+  const uint32_t bits = to_bits(x) & 0x7fffffff;
+  return bits == 0 || (bits >= 0x20000000 && bits <= 0x70000000);  // 2^-63, 2^97
+}
+
+// Whether all of some columns are, where numbers need to be rounded: those of E2M1 do not, and scales of float16 are
+// bounded unless they are infinite or none.
 template <class Format>
 inline bool are_bounded(const Affines& by, int64_t first, int64_t size) {
   const int64_t base = first / 256 * 256, begin = (first - base) / 16, end = begin + size / 16;
+  if constexpr (kE2m1<Format>) return true;
+  if constexpr (kHasSteps<Format> || kHalvesFirst<Format>) {  // of which whole vectors have been read
+    __m256 none = _mm256_setzero_ps();
+    const auto check = [&](const float* of) {
+      const __m256 eight = _mm256_load_ps(of);
+      none = _mm256_or_ps(none, _mm256_sub_ps(eight, eight));
+    };
+    for (int64_t i = 0; i < end; i += 8) {
+      check(by.times + i);
+      if constexpr (kNumberForm<Format> != NumberForm::kScaled) check(by.less + i);
+    }
+    return _mm256_movemask_ps(_mm256_cmp_ps(none, none, _CMP_UNORD_Q)) == 0;
+  }
   const __m256i sign = _mm256_set1_epi32(0x7fffffff), zero = _mm256_setzero_si256();
   const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256i any = zero;

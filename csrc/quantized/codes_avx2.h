@@ -82,78 +82,78 @@ inline __m256i bit_masks(const uint8_t* p) {
 inline __m256i fifth_bits(const uint8_t* p) { return _mm256_and_si256(bit_masks(p), _mm256_set1_epi8(16)); }
 
 // The codes of columns [k, k + 32), k a multiple of 32, as they are stored, of a row that begins at `line`: for formats
-// that have them at once.
-inline __m256i codes_of(formats::Fp8, const uint8_t* line, int64_t k) { return bytes_at(line + k); }
-inline __m256i codes_of(formats::Int8, const uint8_t* line, int64_t k) { return bytes_at(line + k); }
-inline __m256i codes_of(formats::Packed<8>, const uint8_t* line, int64_t k) { return bytes_at(line + k); }
-inline __m256i codes_of(formats::Packed<4>, const uint8_t* line, int64_t k) { return paired_nibbles(line + k / 2); }
-inline __m256i codes_of(formats::Mxfp4, const uint8_t* line, int64_t k) { return paired_nibbles(line + k / 2); }
-inline __m256i codes_of(formats::Q4_0, const uint8_t* line, int64_t k) {
+// that have them at once. Columns are unsigned, so that places within a block are shifts and masks.
+inline __m256i codes_of(formats::Fp8, const uint8_t* line, uint64_t k) { return bytes_at(line + k); }
+inline __m256i codes_of(formats::Int8, const uint8_t* line, uint64_t k) { return bytes_at(line + k); }
+inline __m256i codes_of(formats::Packed<8>, const uint8_t* line, uint64_t k) { return bytes_at(line + k); }
+inline __m256i codes_of(formats::Packed<4>, const uint8_t* line, uint64_t k) { return paired_nibbles(line + k / 2); }
+inline __m256i codes_of(formats::Mxfp4, const uint8_t* line, uint64_t k) { return paired_nibbles(line + k / 2); }
+inline __m256i codes_of(formats::Q4_0, const uint8_t* line, uint64_t k) {
   return halved_nibbles(line + k / 32 * 18 + 2);
 }
-inline __m256i codes_of(formats::Q4_1, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(formats::Q4_1, const uint8_t* line, uint64_t k) {
   return halved_nibbles(line + k / 32 * 20 + 4);
 }
-inline __m256i codes_of(formats::Q5_0, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(formats::Q5_0, const uint8_t* line, uint64_t k) {
   const uint8_t* const p = line + k / 32 * 22 + 2;
   return _mm256_or_si256(halved_nibbles(p + 4), fifth_bits(p));
 }
-inline __m256i codes_of(formats::Q5_1, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(formats::Q5_1, const uint8_t* line, uint64_t k) {
   const uint8_t* const p = line + k / 32 * 24 + 4;
   return _mm256_or_si256(halved_nibbles(p + 4), fifth_bits(p));
 }
-inline __m256i codes_of(formats::Mxfp4Blocks, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(formats::Mxfp4Blocks, const uint8_t* line, uint64_t k) {
   return halved_nibbles(line + k / 32 * 17 + 1);
 }
-inline __m256i codes_of(formats::Q8_0, const uint8_t* line, int64_t k) { return bytes_at(line + k / 32 * 34 + 2); }
-inline __m256i codes_of(formats::Q4K, const uint8_t* line, int64_t k) {
-  const int64_t i = k % 256;
+inline __m256i codes_of(formats::Q8_0, const uint8_t* line, uint64_t k) { return bytes_at(line + k / 32 * 34 + 2); }
+inline __m256i codes_of(formats::Q4K, const uint8_t* line, uint64_t k) {
+  const uint64_t i = k % 256;
   return bits_of(bytes_at(line + k / 256 * 144 + 16 + i / 64 * 32), i % 64 / 32 * 4, 15);
 }
-inline __m256i codes_of(formats::Q5K, const uint8_t* line, int64_t k) {
-  const int64_t i = k % 256;
+inline __m256i codes_of(formats::Q5K, const uint8_t* line, uint64_t k) {
+  const uint64_t i = k % 256;
   const uint8_t* const p = line + k / 256 * 176;
   const __m256i low = bits_of(bytes_at(p + 48 + i / 64 * 32), i % 64 / 32 * 4, 15);
   return _mm256_or_si256(low, _mm256_slli_epi16(bits_of(bytes_at(p + 16), i / 32, 1), 4));
 }
-inline __m256i codes_of(formats::Q6K, const uint8_t* line, int64_t k) {
-  const int64_t i = k % 256;
+inline __m256i codes_of(formats::Q6K, const uint8_t* line, uint64_t k) {
+  const uint64_t i = k % 256;
   const uint8_t* const p = line + k / 256 * 210;
   const __m256i low = bits_of(bytes_at(p + i / 128 * 64 + i % 64), i % 128 / 64 * 4, 15);
   const __m256i high = bits_of(bytes_at(p + 128 + i / 128 * 32), i % 128 / 32 * 2, 3);
   return _mm256_or_si256(low, _mm256_slli_epi16(high, 4));
 }
 
-inline __m256i codes_of(formats::Q2K, const uint8_t* line, int64_t k) {
-  const int64_t i = k % 256;
+inline __m256i codes_of(formats::Q2K, const uint8_t* line, uint64_t k) {
+  const uint64_t i = k % 256;
   return bits_of(bytes_at(line + k / 256 * 84 + 16 + i / 128 * 32), i % 128 / 32 * 2, 3);
 }
-inline __m256i codes_of(formats::Q3K, const uint8_t* line, int64_t k) {
-  const int64_t i = k % 256;
+inline __m256i codes_of(formats::Q3K, const uint8_t* line, uint64_t k) {
+  const uint64_t i = k % 256;
   const uint8_t* const p = line + k / 256 * 110;
   const __m256i low = bits_of(bytes_at(p + 32 + i / 128 * 32), i % 128 / 32 * 2, 3);
   return _mm256_or_si256(low, _mm256_slli_epi16(bits_of(bytes_at(p), i / 32, 1), 2));
 }
-inline __m256i codes_of(formats::Iq4Nl, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(formats::Iq4Nl, const uint8_t* line, uint64_t k) {
   return halved_nibbles(line + k / 32 * 18 + 2);
 }
-inline __m256i codes_of(formats::Iq4Xs, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(formats::Iq4Xs, const uint8_t* line, uint64_t k) {
   return halved_nibbles(line + k / 256 * 136 + 8 + k % 256 / 32 * 16);
 }
-inline __m256i codes_of(formats::Tq2_0, const uint8_t* line, int64_t k) {
-  const int64_t i = k % 256;
+inline __m256i codes_of(formats::Tq2_0, const uint8_t* line, uint64_t k) {
+  const uint64_t i = k % 256;
   return bits_of(bytes_at(line + k / 256 * 66 + i / 128 * 32), i % 128 / 32 * 2, 3);
 }
 template <bool kDivides>
-inline __m256i codes_of(formats::Nvfp4<kDivides>, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(formats::Nvfp4<kDivides>, const uint8_t* line, uint64_t k) {
   return paired_nibbles(line + k / 2);
 }
 template <bool kNormal>
-inline __m256i codes_of(formats::BitsAndBytes<kNormal>, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(formats::BitsAndBytes<kNormal>, const uint8_t* line, uint64_t k) {
   return turned_nibbles(line + k / 2);
 }
 template <int kBits>
-inline __m256i codes_of(formats::Mlx<kBits>, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(formats::Mlx<kBits>, const uint8_t* line, uint64_t k) {
   if constexpr (kBits == 8) {
     return bytes_at(line + k);
   } else if constexpr (kBits == 4) {
@@ -211,38 +211,38 @@ inline __m256i even_masks(uint32_t packed) {
   return four_longs([packed](int i) { return kEvenSigns.masks[packed >> (7 * i) & 127]; });
 }
 
-inline SignedPoints points_of(formats::Iq2Xxs, const uint8_t* line, int64_t k) {
+inline SignedPoints points_of(formats::Iq2Xxs, const uint8_t* line, uint64_t k) {
   const uint8_t* const part = line + k / 256 * 66 + 2 + k % 256 / 4;
   const uint32_t index = word_at(part, 0);
   return SignedPoints::of(four_longs([index](int i) { return eight_at(codebooks::kIq2Xxs[index >> (8 * i) & 255]); }),
                           even_masks(word_at(part, 1)));
 }
-inline SignedPoints points_of(formats::Iq2Xs, const uint8_t* line, int64_t k) {
+inline SignedPoints points_of(formats::Iq2Xs, const uint8_t* line, uint64_t k) {
   uint64_t codes;
   std::memcpy(&codes, line + k / 256 * 74 + 2 + k % 256 / 4, sizeof codes);
   return SignedPoints::of(four_longs([codes](int i) { return eight_at(codebooks::kIq2Xs[codes >> (16 * i) & 511]); }),
                           four_longs([codes](int i) { return kEvenSigns.masks[codes >> (16 * i + 9) & 127]; }));
 }
-inline SignedPoints points_of(formats::Iq2S, const uint8_t* line, int64_t k) {
+inline SignedPoints points_of(formats::Iq2S, const uint8_t* line, uint64_t k) {
   const uint8_t* const p = line + k / 256 * 82;
-  const int64_t i = k % 256 / 8;
+  const uint64_t i = k % 256 / 8;
   const uint32_t index = word_at(p + 2 + i, 0), high = p[66 + i / 4];
   const auto point = [&](int j) {
     return eight_at(codebooks::kIq2S[(index >> (8 * j) & 255) | (high >> (2 * j) & 3) << 8]);
   };
   return SignedPoints::of(four_longs(point), bit_masks(p + 34 + i));
 }
-inline SignedPoints points_of(formats::Iq3Xxs, const uint8_t* line, int64_t k) {
+inline SignedPoints points_of(formats::Iq3Xxs, const uint8_t* line, uint64_t k) {
   const uint8_t* const p = line + k / 256 * 98;
-  const int64_t i = k % 256;
+  const uint64_t i = k % 256;
   uint64_t index;
   std::memcpy(&index, p + 2 + i / 4, sizeof index);
   return SignedPoints::of(eight_words([index](int j) { return four_at(codebooks::kIq3Xxs[index >> (8 * j) & 255]); }),
                           even_masks(word_at(p + 66 + i / 8, 0)));
 }
-inline SignedPoints points_of(formats::Iq3S, const uint8_t* line, int64_t k) {
+inline SignedPoints points_of(formats::Iq3S, const uint8_t* line, uint64_t k) {
   const uint8_t* const p = line + k / 256 * 110;
-  const int64_t i = k % 256;
+  const uint64_t i = k % 256;
   uint64_t index;
   std::memcpy(&index, p + 2 + i / 4, sizeof index);
   const uint32_t high = p[66 + i / 32];
@@ -255,18 +255,18 @@ inline SignedPoints moved_points(__m256i points, __m256i shifts) {
   const __m256i codes = _mm256_add_epi8(eightfold, shifts);
   return {_mm256_abs_epi8(codes), codes};
 }
-inline SignedPoints points_of(formats::Iq1S, const uint8_t* line, int64_t k) {
+inline SignedPoints points_of(formats::Iq1S, const uint8_t* line, uint64_t k) {
   const uint8_t* const p = line + k / 256 * 50;
-  const int64_t i = k % 256 / 8;
+  const uint64_t i = k % 256 / 8;
   const uint32_t index = word_at(p + 2 + i, 0), packed = formats::Iq1S::packed(p, static_cast<int>(i));
   const auto point = [&](int j) {
     return eight_at(codebooks::kIq1[(index >> (8 * j) & 255) | (packed >> (3 * j) & 7) << 8]);
   };
   return moved_points(four_longs(point), _mm256_set1_epi8(packed >> 15 != 0 ? -1 : 1));
 }
-inline SignedPoints points_of(formats::Iq1M, const uint8_t* line, int64_t k) {
+inline SignedPoints points_of(formats::Iq1M, const uint8_t* line, uint64_t k) {
   const uint8_t* const p = line + k / 256 * 56;
-  const int64_t i = k % 256 / 8;
+  const uint64_t i = k % 256 / 8;
   const uint32_t index = word_at(p + i, 0), codes = p[32 + i / 2] | p[33 + i / 2] << 8;
   const auto point = [&](int j) {
     return eight_at(codebooks::kIq1[(index >> (8 * j) & 255) | (codes >> (4 * j) & 7) << 8]);
@@ -278,10 +278,30 @@ inline SignedPoints points_of(formats::Iq1M, const uint8_t* line, int64_t k) {
 // As unsigned codes.
 template <class Format>
   requires kHasPoints<Format>
-inline __m256i codes_of(Format, const uint8_t* line, int64_t k) {
+inline __m256i codes_of(Format, const uint8_t* line, uint64_t k) {
   const SignedPoints from = points_of(Format(), line, k);
   return _mm256_add_epi8(_mm256_sign_epi8(from.magnitudes, from.signs),
                          _mm256_set1_epi8(static_cast<char>(Format::kZero)));
+}
+
+// Codes of four bits that share a byte with the next one, the earlier in the low half.
+template <class Format>
+constexpr bool kPairedCodes = std::is_same_v<Format, formats::Packed<4>> || std::is_same_v<Format, formats::Mxfp4> ||
+                              std::is_same_v<Format, formats::Nvfp4<false>> ||
+                              std::is_same_v<Format, formats::Nvfp4<true>> || std::is_same_v<Format, formats::Mlx<4>>;
+
+// Of the thirty-two codes_of the first and the third eight in the lower lane, the others in the upper one: so that what
+// lanes unpack are sixteen columns in their order.
+template <class Format>
+inline __m256i crossed_codes(const uint8_t* line, uint64_t k) {
+  if constexpr (kPairedCodes<Format>) {
+    const __m256i places = _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 8, -1, 9, -1, 10, -1, 11, -1, 4, -1, 5, -1, 6,
+                                            -1, 7, -1, 12, -1, 13, -1, 14, -1, 15, -1);
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(half_bytes_at(line + k / 2)), places);
+    return _mm256_and_si256(_mm256_or_si256(bytes, _mm256_slli_epi16(bytes, 4)), _mm256_set1_epi8(15));
+  } else {
+    return _mm256_permute4x64_epi64(codes_of(Format(), line, k), 0xd8);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -351,6 +371,13 @@ template <class Format>
   requires kHasPoints<Format>
 inline float scale_of_parts(Format, const uint8_t* p) {
   return fast_half_at(p) * (Format::kFactor / Format::kFine);
+}
+
+// half_power_of of eight numbers.
+inline __m256 half_powers_of(__m256i e) {
+  const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
+  const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+  return _mm256_castsi256_ps(_mm256_blendv_epi8(usual, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
 }
 
 template <class Format>

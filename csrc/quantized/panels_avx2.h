@@ -55,13 +55,6 @@ inline SideLines side_lines(const uint8_t* const (&block)[kSideRows]) {
   }
 }
 
-// half_power_of of eight numbers.
-inline __m256 half_powers_of(__m256i e) {
-  const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
-  const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
-  return _mm256_castsi256_ps(_mm256_blendv_epi8(usual, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
-}
-
 // Scales and zero points of eight rows, of which the last one stands for those that are missing.
 struct RowScales {
   const Quantized& q;

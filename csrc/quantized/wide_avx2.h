@@ -43,6 +43,45 @@ struct PairTable {
   }
 };
 
+// The bytes of sixteen numbers of E2M1, twice; a zero has no sign.
+inline PairTable e2m1_pairs() {
+  const auto twice = [](__m128i bytes) { return _mm256_broadcastsi128_si256(bytes); };
+  return {twice(_mm_setr_epi8(0, -128, 0, 64, -128, -64, 0, 64, 0, -128, 0, 64, -128, -64, 0, 64)),
+          twice(_mm_setr_epi8(0, 63, 64, 64, 64, 64, 65, 65, 0, -65, -64, -64, -64, -64, -63, -63))};
+}
+template <class Format>
+constexpr bool kScalesPairs = kE2m1<Format> || kBySixteen<Format>;
+
+// Codes become floats without a conversion, as a byte of the mantissa of a power of two: those of eight bits the second
+// byte of 2^15 and more, others the third byte of 2^7 and more. kMantissaZero is what stands for zero.
+template <class Format>
+constexpr bool kEightBits = kSignedBytes<Format> || std::is_same_v<Format, formats::Packed<8>>;
+template <class Format>
+constexpr int kMantissaBits = kSignedBytes<Format> ? 0x47008000
+                              : kEightBits<Format> ? 0x47000000
+                                                   : 0x43000000;
+template <class Format>
+constexpr float kMantissaZero = kSignedBytes<Format> ? 32896.0f
+                                : kEightBits<Format> ? 32768.0f
+                                                     : 128.0f + static_cast<float>(kMiddle<Format>);
+// Of crossed codes, by parts: the even ones of sixteen, then the odd ones.
+template <int kByte>
+struct MantissaPlaces {
+  alignas(32) int8_t bytes[4][32] = {};
+  constexpr MantissaPlaces() {
+    for (int part = 0; part < 4; ++part)
+      for (int i = 0; i < 32; ++i)
+        bytes[part][i] = static_cast<int8_t>(i % 4 == kByte ? part / 2 * 8 + part % 2 + i % 16 / 4 * 2 : -1);
+  }
+};
+template <class Format, int kPart>
+inline __m256 mantissas_of(__m256i crossed) {
+  static constexpr MantissaPlaces<kEightBits<Format> ? 1 : 2> kPlaces;
+  const __m256i places = _mm256_load_si256(reinterpret_cast<const __m256i*>(kPlaces.bytes[kPart]));
+  const __m256i bytes = _mm256_shuffle_epi8(crossed, places);
+  return _mm256_castsi256_ps(_mm256_xor_si256(bytes, _mm256_set1_epi32(kMantissaBits<Format>)));
+}
+
 // E4M3 as float16, which are 2^8 smaller: words with a code in the upper byte.
 inline __m256 floats_of_e4m3(__m128i upper_bytes) {
   return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(upper_bytes, 1), _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
@@ -77,8 +116,13 @@ class WideRow {
         table_ = PairTable::of<Format>(*result.times, *result.less);
         table_stop_ = q_.groups == 1 ? q_.columns : ++group_ * q_.group;
       }
-      const __m256i codes = _mm256_permute4x64_epi64(codes_of(Format(), line_, k), 0xd8);
-      result.codes = _mm256_shuffle_epi8(table_.low, codes), result.highs = _mm256_shuffle_epi8(table_.high, codes);
+    }
+    if constexpr (kLooksUp<Format> || kScalesPairs<Format>) {
+      const __m256i codes = crossed_codes<Format>(line_, static_cast<uint64_t>(k));
+      const PairTable table = kLooksUp<Format> ? table_ : e2m1_pairs();
+      result.codes = _mm256_shuffle_epi8(table.low, codes), result.highs = _mm256_shuffle_epi8(table.high, codes);
+    } else if constexpr (kMiddle<Format> != 0) {
+      result.codes = crossed_codes<Format>(line_, static_cast<uint64_t>(k));
     } else if constexpr (std::is_same_v<Format, formats::Fp8>) {
       result.codes = bytes_at(line_ + k);
     } else {
@@ -91,10 +135,18 @@ class WideRow {
   // Eight of each sixteen: the even ones, then the odd ones.
   template <int kPart>
   inline __attribute__((always_inline)) __m256 part(const Columns& of) const {
-    if constexpr (kLooksUp<Format>) {
+    const __m256 times = _mm256_broadcast_ss(of.times + kPart / 2);
+    if constexpr (kLooksUp<Format> || kScalesPairs<Format>) {
       const __m256i pairs =
           kPart < 2 ? _mm256_unpacklo_epi8(of.codes, of.highs) : _mm256_unpackhi_epi8(of.codes, of.highs);
-      return kPart % 2 == 0 ? even_of(pairs) : odd_of(pairs);
+      const __m256 value = kPart % 2 == 0 ? even_of(pairs) : odd_of(pairs);
+      if constexpr (kLooksUp<Format>) return value;
+      const __m256 number = _mm256_mul_ps(value, times);
+      return kE2m1<Format> ? number : rounded_to_pairs(number);
+    }
+    if constexpr (kMiddle<Format> != 0) {  // products of mantissas with steps of a block need no rounding
+      const __m256 zero = _mm256_mul_ps(times, _mm256_set1_ps(kMantissaZero<Format>));
+      return rounded_to_pairs(_mm256_fmsub_ps(mantissas_of<Format, kPart>(of.codes), times, zero));
     }
     const __m128i half = kPart < 2 ? _mm256_castsi256_si128(of.codes) : _mm256_extracti128_si256(of.codes, 1);
     if constexpr (std::is_same_v<Format, formats::Fp8>) {
@@ -102,19 +154,17 @@ class WideRow {
       return rounded_to_pairs(_mm256_mul_ps(floats_of_e4m3(upper), _mm256_set1_ps(256.0f * *of.times)));
     }
     const __m256 code = floats_of_bytes<kSignedCodes<Format>>(kPart % 2 == 0 ? half : _mm_unpackhi_epi64(half, half));
-    const __m256 number = number_of<Format>(code, _mm256_broadcast_ss(of.times + kPart / 2), of.less + kPart / 2);
-    return kE2m1<Format> ? number : rounded_to_pairs(number);
+    return rounded_to_pairs(number_of<Format>(code, times, of.less + kPart / 2));
   }
 
  private:
   // E4M3 has codes that are none.
   bool has_numbers(int64_t first, int64_t size) const {
+    if constexpr (!std::is_same_v<Format, formats::Fp8>) return true;
     __m256i lost = _mm256_setzero_si256();
-    if constexpr (std::is_same_v<Format, formats::Fp8>) {
-      const __m256i magnitude = _mm256_set1_epi8(127);
-      for (int64_t k = first; k < first + size; k += 32)
-        lost = _mm256_or_si256(lost, _mm256_cmpeq_epi8(_mm256_and_si256(bytes_at(line_ + k), magnitude), magnitude));
-    }
+    const __m256i magnitude = _mm256_set1_epi8(127);
+    for (int64_t k = first; k < first + size; k += 32)
+      lost = _mm256_or_si256(lost, _mm256_cmpeq_epi8(_mm256_and_si256(bytes_at(line_ + k), magnitude), magnitude));
     return _mm256_testz_si256(lost, lost) != 0;
   }
 
@@ -147,28 +197,42 @@ template <class Format>
 constexpr bool kMeetsFew = !kSignedBytes<Format> && !std::is_same_v<Format, formats::Packed<8>> &&
                            !std::is_same_v<Format, formats::Q5_0> && !std::is_same_v<Format, formats::Q5_1>;
 
+// Those of columns that share a scale: eight numbers of thirty-two crossed codes.
+template <class Format>
+struct SharedNumbers {
+  __m256 times, zero, less;
+
+  explicit SharedNumbers(const Affine& by)
+      : times(_mm256_set1_ps(by.times)),
+        zero(_mm256_set1_ps(kMantissaZero<Format> + (kNumberForm<Format> == NumberForm::kZeroed ? by.less : 0.0f))),
+        less(kNumberForm<Format> == NumberForm::kScaled ? _mm256_mul_ps(times, zero) : _mm256_set1_ps(by.less)) {}
+
+  template <int kPart>
+  inline __attribute__((always_inline)) __m256 part(__m256i codes) const {
+    const __m256 code = mantissas_of<Format, kPart>(codes);
+    // Products of mantissas with float16 need no rounding; with other scales they may.
+    if constexpr (kNumberForm<Format> == NumberForm::kScaled)
+      return rounded_to_pairs(_mm256_fmsub_ps(code, times, less));
+    if constexpr (kNumberForm<Format> == NumberForm::kZeroed)
+      return rounded_to_pairs(_mm256_mul_ps(_mm256_sub_ps(code, zero), times));
+    return rounded_to_pairs(_mm256_fmsub_ps(_mm256_sub_ps(code, zero), times, less));
+  }
+};
+
 // A part of a row in whole steps. False, with nothing written to be read, where a number may be none.
 template <class Format>
 bool widen_steps(const Quantized& q, int64_t row, int64_t first, int64_t size, float* to) {
-  const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12,
-                                         14, 1, 3, 5, 7, 9, 11, 13, 15);
   const uint8_t* const line = q.codes + row * q.row_bytes;
   int64_t group = affine_group<Format>(q, first);
   for (int64_t k = first, end = first + size; k < end;) {
     const SharedColumns shared = shared_columns<Format>(q, row, k, end, group);
-    const Affine by = shared.by;
-    if (((to_bits(by.times) & 0x7f800000) == 0x7f800000) || ((to_bits(by.less) & 0x7f800000) == 0x7f800000))
-      return false;
-    const __m256 times = _mm256_set1_ps(by.times);
+    if (!is_bounded(shared.by.times) || !is_bounded(shared.by.less)) return false;
+    const SharedNumbers<Format> widened(shared.by);
     for (group = shared.group; k < shared.stop; k += 32, to += 32) {
-      const __m256i codes = _mm256_shuffle_epi8(number_codes<Format>(line, k), order);
-      const __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const __m128i bytes = i % 2 == 0 ? halves[i / 2] : _mm_unpackhi_epi64(halves[i / 2], halves[i / 2]);
-        const __m256 code = floats_of_bytes<kSignedCodes<Format>>(bytes);
-        _mm256_store_ps(to + 8 * i, rounded_to_bf16(number_of<Format>(code, times, &by.less)));
-      }
+      const __m256i codes = crossed_codes<Format>(line, static_cast<uint64_t>(k));
+      in_parts([&](auto part) __attribute__((always_inline)) {
+        _mm256_store_ps(to + 8 * part, widened.template part<part>(codes));
+      });
     }
   }
   return true;
