@@ -16,6 +16,7 @@
               disk, and resident
     gains     what K drafts gain at a set acceptance, measured and predicted
     ranks     a rank for each thread beside one process with all of them, resident
+    links     two ranks with an emulated link each beside one process with one, which binds; and simulated
     budget    the peak of resident memory of `moelight generate --host-memory`, beside what it was allowed
 
 Every section measures its roof in the same run. Models that are not given are made in --scratch (2 x 1.8 GB; 6.6 and
@@ -31,7 +32,20 @@ from typing import Any
 
 from e2e import MODELS
 from make_checkpoint import make_shape
-from pipeline_sections import budget, disk, draft_gains, drafts, figure, long, overhead, ranks, refill, resident, ring
+from pipeline_sections import (
+    budget,
+    disk,
+    draft_gains,
+    drafts,
+    figure,
+    links,
+    long,
+    overhead,
+    ranks,
+    refill,
+    resident,
+    ring,
+)
 from pipeline_sections.setting import Setting
 from runner.contestants import add_places, places_of
 from runner.run import add_sections, run, run_sections
@@ -50,6 +64,7 @@ SECTIONS = {
     "drafts": drafts.run,
     "gains": draft_gains.run,
     "ranks": ranks.run,
+    "links": links.run,
 }
 BIG, RING = "mixtral-6g", "mixtral-6g-9l"
 
@@ -143,6 +158,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--drafts-prompt", type=int, default=160, help="tokens in a prompt of the drafts section")
     parser.add_argument("--drafts-new", type=int, default=64, help="new tokens there")
+    parser.add_argument("--links-rate", default="200MB", help="bytes a second of an emulated link")
+    parser.add_argument("--links-new", type=int, default=5, help="new tokens of the links section")
     parser.add_argument("--budgets", nargs="+", default=["1GiB", "768MiB", "least"], help="of the budget section")
     parser.add_argument("--budget-prompts", type=int, default=24)
     parser.add_argument("--budget-longest", type=int, default=160, help="words in the longest of its prompts")

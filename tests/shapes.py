@@ -92,14 +92,16 @@ def small_layout(
     resident: int = 0,
     host: int = 0,
     in_parts: bool = False,
+    ranks: int = 1,
     **changes: Any,
 ) -> Layout:
     """The pipeline of such a model and policy; ``changes`` are further fields of the policy.
 
-    ``in_parts``: a page crosses in three parts.
+    ``in_parts``: a page crosses in three parts. ``ranks``: as many have as many experts each.
     With ``ffn_device="cpu"`` beside a GPU the experts are near the CPU, so ``resident`` pages are in host memory.
     """
-    model = small_model(moe_layers, experts=experts, width=PARTS_OF_4_KIB if in_parts else 12)
+    model = small_model(moe_layers, experts=experts * ranks, width=PARTS_OF_4_KIB if in_parts else 12)
+    model = model if ranks == 1 else model.on_ranks(ranks)
     beside = discrete and changes.get("ffn_device", "gpu") != "cpu"
     policy = replace(small_policy(model, discrete=beside, resident=resident, host=host), **changes)
     return layout_of(model, policy, FLOAT32, discrete=discrete, part_bytes=PAGE_ALIGNMENT)
@@ -151,7 +153,7 @@ def placed(draw: st.DrawFn) -> tuple[ModelProfile, Policy]:
 def layouts(draw: st.DrawFn, schedule: str = "serial") -> Layout:
     """The pipeline of any small model under any placement and choice of devices that ``schedule`` can serve; where
     pages cross, they may do so in parts."""
-    model = draw(models())
+    model = replace(draw(models()), ranks=draw(st.sampled_from((1, 1, 2))))
     total = len(pages(model))
     places = [("cpu", "gpu", True), ("gpu", "gpu", True), ("cpu", "split", True), ("gpu", "split", True)]
     places += [("cpu", "cpu", True), ("gpu", "cpu", True), ("cpu", "cpu", False)]

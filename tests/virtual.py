@@ -36,6 +36,7 @@ class PassState:
     computed: set[tuple[int, int]] = field(default_factory=set)
     brought: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
+    summed: dict[int, int] = field(default_factory=dict)
 
 
 class VirtualMachine:
@@ -100,6 +101,11 @@ class VirtualMachine:
         if task.kind is TaskKind.EMBED:
             state.holds["hidden", j] = 0
             return
+        if task.kind is TaskKind.SUM_EXPERTS:
+            assert state.holds["hidden", j] == layer + 1, f"{task.name} comes before the experts, or too late"
+            assert state.summed.get(j) != layer + 1, f"{task.name} comes twice"
+            state.summed[j] = layer + 1
+            return
         if task.kind is TaskKind.LOAD_KV:
             self._load_context(task, state)
             return
@@ -140,9 +146,11 @@ class VirtualMachine:
         needs, gives = _FLOW[task.kind]
         if task.kind is TaskKind.CPU_ATTENTION and not self._layout.discrete:
             needs, gives = "qkv", "attn"
-        layers = self._layout.model.num_layers
+        model, layers = self._layout.model, self._layout.model.num_layers
         wanted = layers if task.kind is TaskKind.SAMPLE else task.layer
         assert state.holds.get((needs, j)) == wanted, f"{task.name} finds {state.holds.get((needs, j))} in {needs}"
+        partial = needs == "hidden" and wanted and model.ranks > 1 and model.moe_layers[wanted - 1]
+        assert not partial or state.summed.get(j) == wanted, f"{task.name} finds a part of a sum"
         alone = not self._layout.cpu_layers[task.layer]
         if task.kind is TaskKind.EXPERTS and state.shape.routed_only and not self._layout.discrete:
             assert task.serves_all or state.holds.get(("partial", j)) == wanted, f"{task.name} misses its other part"

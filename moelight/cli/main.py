@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ import typer.main
 
 from moelight import __version__
 from moelight.cli import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, STORAGE
-from moelight.core.errors import ConfigError, RankError, StorageError, UserError
+from moelight.core.errors import StorageError, UserError
 
 
 def shield_streams() -> None:
@@ -81,6 +81,9 @@ COMMANDS = {
 }
 # Unknown options of lm-eval, and everything after the first word, belong to the harness.
 _SETTINGS = {"lm-eval": {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}}
+
+ENGINE_COMMAND = "generate"  # the command whose engine ranks of torchrun follow
+_HELP = {"-h", "--help"}
 
 # Commands beside public functions of the same name.
 _ATTRIBUTES = {"optimize": "optimize_command", "simulate": "simulate_command"}
@@ -174,12 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StorageError as error:
         return _refuse(str(error), STORAGE)
     except UserError as error:
-        code = _refuse(str(error))
-        if isinstance(error, RankError) and arguments is None:
-            with suppress(OSError):
-                sys.stdout.flush()
-            os._exit(code)  # gloo's threads that wait for the lost rank would abort the end of the interpreter
-        return code
+        return _refuse(str(error))
     except SystemExit as leave:
         if isinstance(leave.__context__, BrokenPipeError):  # rich turns one into SystemExit(1)
             _forget_stdout()
@@ -193,19 +191,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _launched_ranks(argv: Sequence[str]) -> Iterator[None]:
-    """The ranks that torchrun started, if it did: rank 0 goes on with the command, the others follow it and end."""
+    """The processes that torchrun started, if it did: rank 0 goes on with the command. The others follow its engines
+    and end; of a command that is not `ENGINE_COMMAND`, or shows its help, they say nothing."""
     if "WORLD_SIZE" not in os.environ:
         yield
         return
-    from moelight.engine.launched import Launch, leading
+    from moelight.engine.launched import Launch, leading, leads_alone
+
+    command = next((word for word in argv if not word.startswith("-")), None)
+    if command != ENGINE_COMMAND or not _HELP.isdisjoint(argv):
+        if not leads_alone():
+            raise typer.Exit
+        yield
+        return
     from moelight.engine.rank_process import follow_launch
 
     launch = Launch.read()
     if launch is not None and launch.rank:
-        os._exit(follow_launch(launch))  # gloo's threads do not end with the interpreter
+        os._exit(follow_launch(launch))  # lanes may be at work
     with leading(launch):
-        if launch is not None and "generate" not in argv:
-            raise ConfigError("torchrun starts the ranks of `moelight generate` alone")
         yield
 
 

@@ -51,6 +51,10 @@ def optimize_command(
         "File to write the policy to, for generate --policy.", "--output", "-o", metavar="POLICY.yaml"
     ),
     acceptance: ask.Acceptance = None,
+    tp: str | None = option(
+        "Number of ranks that compute the model together; auto is one for each GPU or NUMA node, if they gain.",
+        metavar="N|auto",
+    ),
     as_json: ask.Json = False,
 ) -> None:
     """Find the fastest policy that fits the memory, and explain it.
@@ -63,11 +67,14 @@ def optimize_command(
     if asked.hw == ALL or "," in asked.hw or comparison != ComparisonOptions():
         if output is not None:
             raise ConfigError(f"--output {output}: a policy is for one machine; name one with --hw, without prices")
+        if tp is not None:
+            raise ConfigError(f"--tp {tp}: ranks are those of one machine; name one with --hw, without prices")
         _compare(model, asked, comparison, as_json=as_json)
         return
     check_output(output, as_json=as_json)
     question = ask.read_question(model, asked)
-    plan = question.plan()
+    ranks = None if tp is None else question.plan_ranks(tp, nodes=ask.count_nodes(asked.hw))
+    plan = question.plan() if ranks is None else ranks.plan
     quality = measured_quality(model, plan.policy)
     gain = None
     if acceptance is not None:
@@ -80,12 +87,15 @@ def optimize_command(
         from moelight.optimizer.plan import plan_as_dict
 
         more = {"quality": quality, "drafts": None if gain is None else asdict(gain)}
+        more |= {} if ranks is None else ranks.as_dict()
         print_json(plan_as_dict(plan) | {name: value for name, value in more.items() if value})
     elif output != STANDARD_OUTPUT:
         from moelight.cli.plan_view import print_plan
 
         measured = quality_words(quality) if quality else ""
         print_plan(open_console(), plan, workload_name=question.workload_name, quality=measured)
+        if ranks is not None:
+            open_console().print(ask.ranks_text(ranks), soft_wrap=True)
         if gain is not None:
             open_console().print(ask.draft_text(gain), soft_wrap=True)
 

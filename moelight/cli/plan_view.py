@@ -29,6 +29,7 @@ _LANE_WORDS = {
     "device": "GPU",
     "cpu": "CPU",
     "dram": "host memory",
+    "exchange": "sums over ranks",
 }
 
 

@@ -12,12 +12,13 @@ import typer
 from moelight.cli.options import flag, option, refuse_beside
 from moelight.core.errors import ConfigError, did_you_mean
 from moelight.core.units import format_bytes, parse_bytes
-from moelight.observe.number_format import rate_or_count, share_text
+from moelight.observe.number_format import rate_or_count, seconds_text, share_text
 
 if TYPE_CHECKING:
     from moelight.core.policy import Policy
     from moelight.optimizer.options import PlanOptions
     from moelight.optimizer.plan import Plan
+    from moelight.optimizer.ranks import RanksPlan
     from moelight.optimizer.simulation import DraftGain
     from moelight.profiles.hardware import HardwareProfile
     from moelight.profiles.model import ModelProfile
@@ -108,6 +109,29 @@ def draft_text(gain: DraftGain) -> str:
     )
 
 
+def ranks_text(ranks: RanksPlan) -> str:
+    """Return one line about the ranks of the plan, and one about what several give."""
+    if (gain := ranks.gain) is None:
+        return "1 rank: there is one GPU or NUMA node, or several ranks do not fit the memory"
+    first = (
+        "1 rank: several would not be faster" if ranks.ranks == 1 else f"the plan is that of one of {ranks.ranks} ranks"
+    )
+    beside = "of a model that does not fit one process" if gain.gain is None else f"{gain.gain:.2f} x one process"
+    return (
+        f"{first}\n{gain.ranks} ranks: {rate_or_count(gain.tokens_per_s)} tokens/s, {beside}; they exchange for "
+        f"{seconds_text(gain.exchange_s)} of a decode pass, {share_text(gain.exchange_s / gain.pass_s)}"
+    )
+
+
+def count_nodes(hw: str) -> int:
+    """Return the number of NUMA nodes of the machine ``hw``; 1 of others than this one, whose profiles say nothing."""
+    if hw != AUTO:
+        return 1
+    from moelight.runtime.topology import read_topology
+
+    return max(1, len({core.node for core in read_topology().cores}))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedJob:
     """A model and a workload, with their names, and the options of their plans; `on` adds a machine."""
@@ -144,6 +168,13 @@ class Question(PlannedJob):
         from moelight.optimizer.optimize import make_plan
 
         return make_plan(self.hardware, self.model, self.workload, self.options, name=self.name)
+
+    def plan_ranks(self, asked: str, *, nodes: int) -> RanksPlan:
+        """Return the plan of one of the ranks ``asked`` for, as `optimizer.ranks.plan_ranks`."""
+        from moelight.optimizer.ranks import plan_ranks
+
+        job = (self.hardware, self.model, self.workload, self.options)
+        return plan_ranks(*job, name=self.name, asked=asked, nodes=nodes)
 
 
 def read_question(model: str, asked: PlanningOptions) -> Question:

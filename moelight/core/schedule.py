@@ -26,6 +26,7 @@ class Lane(_Named):
     D2H = "d2h"
     DEVICE = "device"
     CPU = "cpu"
+    EXCHANGE = "exchange"
 
 
 class TaskKind(_Named):
@@ -49,6 +50,7 @@ class TaskKind(_Named):
     ROUTE = "route"  # post_attention up to the router, where the experts are tasks of their own
     EXPERTS = "experts"  # the experts, on the compute unit, of one micro-batch or of all
     RESIDENT_EXPERTS = "resident_experts"  # the resident experts, while offloaded pages are transferred
+    SUM_EXPERTS = "sum_experts"  # the sum over ranks of hidden states to which the experts of a layer were added
     PREDICT_EXPERTS = "predict_experts"  # prediction of the experts of later layers
     SAMPLE = "sample"
     READ_PAGE = "read_page"

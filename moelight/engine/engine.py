@@ -276,7 +276,7 @@ class Engine:
 
     def _lead(self, source: OpenCheckpoint, options: RunOptions) -> PassRunner:
         """The loaded model of rank 0; the other ranks are started, and follow it."""
-        self._group = RankGroup.start(source.profile.ranks, options.device, self._machine)
+        self._group = RankGroup(source.profile.ranks, options.device, self._machine)
         try:
             source = replace(source, source=source.source.joined(self._group.ranks))
             return LeadingRunner(self._group, source, self.policy, self._machine, options.lanes, self._experts)

@@ -2,16 +2,20 @@
 
     torchrun --nproc-per-node 2 -m moelight.cli.main generate prompts.jsonl -o answers.jsonl
 
-Rank 0 does what the command says; the others follow its engine. They meet in torchrun's store.
+Rank 0 does what the command says; the others follow its engine. In torchrun's store they learn where rank 0 hands them
+their ends of the connections between ranks.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelight.core.errors import ConfigError, RankError
@@ -19,8 +23,11 @@ from moelight.core.errors import ConfigError, RankError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from moelight.kernels.ranks import Endpoints
+
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 END: dict[str, Any] = {}
+_RANK_BYTES, _MOST_DESCRIPTORS = 4, 253  # as many are handed over at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,15 @@ class Launch:
         return None if count == 1 else cls(rank, count)
 
 
+def leads_alone() -> bool:
+    """Forget what torchrun's variables say, for a command whose work no ranks follow. False in a process other than
+    rank 0, which has nothing to do."""
+    if any(name not in os.environ for name in _VARIABLES):
+        return True
+    rank = {name: os.environ.pop(name) for name in _VARIABLES}["RANK"]
+    return rank == "0"
+
+
 def _number(name: str) -> int:
     value = os.environ.get(name, os.environ["WORLD_SIZE"])
     if not value.isdecimal():
@@ -64,19 +80,51 @@ class LaunchedRanks:
         self._store, _, _ = next(iter(distributed.rendezvous("env://")))
         self._store.set_timeout(PATIENCE)
 
-    def announce(self, **task: Any) -> Store:
-        """Tell the others of the next engine; returns where all meet."""
-        store = self._next()
-        store.set("task", json.dumps(task))
-        return store
+    def announce(self, **task: Any) -> None:
+        """Tell the others of the next engine."""
+        self._next().set("task", json.dumps(task))
 
-    def next_task(self) -> tuple[Store, dict[str, Any]]:
-        """Where ranks of the next engine meet, and its task; waits for both. Raises RankError if rank 0 is lost."""
-        store = self._next()
+    def hand_out(self, endpoints: Sequence[Endpoints], **task: Any) -> None:
+        """Tell the others of the next engine, and give them their ``endpoints``, those of ranks 1 and further. Waits
+        for all. Raises ConfigError if they cannot reach this process."""
+        with tempfile.TemporaryDirectory(prefix="moelight-") as directory, socket.socket(socket.AF_UNIX) as listening:
+            path = str(Path(directory) / "ranks")
+            try:
+                listening.bind(path)
+            except OSError as error:  # the path of a socket is short
+                raise ConfigError(f"torchrun: {path}: {error}; set TMPDIR to a shorter directory") from None
+            listening.listen(len(endpoints))
+            self.announce(meeting=path, **task)
+            for _ in endpoints:
+                other, _ = listening.accept()
+                with other:
+                    rank = int.from_bytes(other.recv(_RANK_BYTES), "little")
+                    socket.send_fds(other, [b"\0"], endpoints[rank - 1].descriptors)
+
+    def fetch(self, meeting: str) -> Endpoints:
+        """The endpoints of this process, which rank 0 hands out. Raises RankError if rank 0 is lost."""
+        from moelight.kernels.ranks import Endpoints
+
+        rank, count = self.launch.rank, self.launch.count
         try:
-            return store, json.loads(store.get("task"))
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(meeting)
+                connection.sendall(rank.to_bytes(_RANK_BYTES, "little"))
+                _, descriptors, _, _ = socket.recv_fds(connection, 1, _MOST_DESCRIPTORS)
+            return Endpoints.of(rank, count, descriptors)
+        except (OSError, ValueError) as error:
+            raise self._lost(error) from None
+
+    def next_task(self) -> dict[str, Any]:
+        """The task of the next engine; waits for it. Raises RankError if rank 0 is lost."""
+        try:
+            task: dict[str, Any] = json.loads(self._next().get("task"))
         except RuntimeError as error:
-            raise RankError(f"rank {self.launch.rank} waits for rank 0 no more: {error}") from None
+            raise self._lost(error) from None
+        return task
+
+    def _lost(self, error: Exception) -> RankError:
+        return RankError(f"rank {self.launch.rank} waits for rank 0 no more: {error}")
 
     def _next(self) -> Store:
         from torch.distributed import PrefixStore

@@ -92,7 +92,7 @@ class LoadedModel:
             opened.enter_context(shared_by_lanes())
             opened.enter_context(RESULTS.caching())
             self._reader = opened.enter_context(_page_reader(source, self.dtype, policy, opened))
-            runners = open_lanes(machine, lanes, cores_for(machine, policy))
+            runners = open_lanes(machine, lanes, cores_for(machine, policy), exchanges=self.profile.ranks > 1)
             self.lanes: tuple[Lane, ...] = tuple(runners)
             self.executor = Executor(runners, machine.habits.timed if machine.habits.takes_time else None)
             opened.callback(self.executor.close)

@@ -15,7 +15,7 @@ def become_rank() -> int:
     """Become the rank of the task; returns the exit code of `follow`."""
     task = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and ends the others
-    if task["processors"]:
+    if task["processors"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, task["processors"])  # before any library starts threads
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from moelight.engine.ranks import RankTask, follow
@@ -32,15 +32,14 @@ def follow_launch(launch: Launch) -> int:
     ranks, code = LaunchedRanks(launch), 0
     while not code:
         try:
-            store, task = ranks.next_task()
+            if (task := ranks.next_task()) == END:
+                break
+            endpoints = ranks.fetch(task["meeting"])
         except RankError:
             return 1  # rank 0 says so
-        if task == END:
-            break
         processors = task["shares"][launch.rank]
-        if processors:
-            bind(processors)
-        code = follow(RankTask(launch.rank, launch.count, task["device"], "", processors), store)
+        bind(processors)
+        code = follow(RankTask(launch.rank, launch.count, task["device"], endpoints.descriptors, processors))
     return code
 
 
@@ -52,4 +51,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    os._exit(become_rank())  # gloo's threads do not end with the interpreter
+    os._exit(become_rank())  # lanes may be at work

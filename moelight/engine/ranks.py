@@ -11,18 +11,15 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from moelight.core.errors import ConfigError, RankError, UserError
 from moelight.core.policy import Policy, Shares
@@ -35,8 +32,9 @@ from moelight.engine.pass_runner import PackedPass, PassRunner, Results
 from moelight.engine.planning import speeds_for
 from moelight.experts.options import ExpertOptions
 from moelight.kernels.device import count_of
-from moelight.kernels.ranks import Ranks, meeting_file
+from moelight.kernels.ranks import Endpoints, Ranks, endpoints_of
 from moelight.models.checkpoints import open_model
+from moelight.optimizer.ranks import AUTO, parse_ranks
 from moelight.runtime.context import Chunk
 from moelight.runtime.machine import Machine, find_machine
 from moelight.runtime.topology import read_topology
@@ -44,8 +42,6 @@ from moelight.weights.shard import shard
 from moelight.weights.tensor_map import OpenCheckpoint
 
 _log = logging.getLogger(__name__)
-AUTO = "auto"
-MAX_RANKS = 64
 _END_S, _NOTICED_S = 10.0, 1.0
 _AGAIN = "run the same command again: finished rows are kept"
 Message = dict[str, Any]
@@ -63,9 +59,7 @@ def count_ranks(asked: str | int, device: str) -> int:
         if kind in ("auto", "cuda") and (cards := count_of("cuda")):
             return 1 if ":" in device else cards
         return 1 if kind == "twin" else max(1, len({core.node for core in read_topology().cores}))
-    if not str(asked).isdecimal() or not 1 <= int(asked) <= MAX_RANKS:
-        raise ConfigError(f"tp must be {AUTO} or a number of ranks from 1 to {MAX_RANKS}, not {asked!r}")
-    return int(asked)
+    return parse_ranks(str(asked))
 
 
 def open_for(model: str, count: int) -> OpenCheckpoint:
@@ -76,7 +70,10 @@ def open_for(model: str, count: int) -> OpenCheckpoint:
 
 def core_shares(count: int) -> list[list[int]]:
     """The processors of each of ``count`` ranks: cores in equal numbers, NUMA node by node; ranks share cores where
-    there are fewer, which costs time."""
+    there are fewer, which costs time. None where the system binds no process to cores."""
+    if not usable_processors():
+        _log.warning("this system binds no process to cores: %d ranks share all of them", count)
+        return [[] for _ in range(count)]
     cores = sorted(read_topology().cores, key=lambda core: core.node)
     if len(cores) < count:
         _log.warning("%d ranks share %d cores and wait for each other; lower --tp", count, len(cores))
@@ -95,43 +92,40 @@ def device_of(device: torch.device, rank: int) -> torch.device:
 class RankGroup:
     """Rank 0 and the processes of the others."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        processes: Sequence[subprocess.Popen[bytes]],
-        scratch: tempfile.TemporaryDirectory[str] | None,
-        restore: set[int] | None,
-    ) -> None:
-        """``processes``: those started here, none of torchrun's; ``restore``: the processors that this process is bound
-        to again at last; None: it was not bound."""
-        self.ranks, self._processes, self._scratch, self._restore = ranks, processes, scratch, restore
-
-    @classmethod
-    def start(cls, count: int, device: str, machine: Machine) -> RankGroup:
+    def __init__(self, count: int, device: str, machine: Machine) -> None:
         """Start ranks 1 to ``count`` - 1 on this machine, unless torchrun has. On a CPU this process is bound to its
         share of the cores until `stop`. Raises RankError if one of them ends before all have met."""
-        restore, shares = None, [list[int]()] * count
+        self._processes = list[subprocess.Popen[bytes]]()  # those started here
+        self._restore = list[int]()  # the processors that this process is bound to again at last
+        shares = [list[int]()] * count
         if not machine.discrete or machine.twin:
-            restore, shares = os.sched_getaffinity(0), core_shares(count)
+            self._restore, shares = usable_processors(), core_shares(count)
             bind(shares[0])
-        scratch, processes = None, list[subprocess.Popen[bytes]]()
-        if (launched := led()) is not None:
-            store = launched.announce(device=device, shares=shares)
-        else:
-            scratch = tempfile.TemporaryDirectory(prefix="moelight-")  # others may meet there when a rank has joined
-            meeting = Path(scratch.name) / "meeting"
-            processes = [_start(RankTask(rank, count, device, str(meeting), shares[rank])) for rank in range(1, count)]
-            store = meeting_file(meeting, count)
+        first, *others = endpoints_of(count)
+        self.ranks = Ranks(first)
         try:
-            ranks = Ranks.join(0, count, machine.device, store, lambda: _refuse_ended(processes, 0.0))
+            self._start(others, device, shares)
+            self.ranks.meet(machine.device)
+        except RankError as error:
+            lost = self.lost(error)
+            self._free(0.0)
+            raise lost from None
         except BaseException:
-            _end(processes, 0.0)
-            if scratch is not None:
-                scratch.cleanup()
-            if restore is not None:
-                bind(sorted(restore))
+            self._free(0.0)
             raise
-        return cls(ranks, processes, scratch, restore)
+
+    def _start(self, others: Sequence[Endpoints], device: str, shares: Sequence[Sequence[int]]) -> None:
+        """Start the ranks of the endpoints ``others``, or give these to those that torchrun started."""
+        try:
+            if (launched := led()) is not None:
+                launched.hand_out(others, device=device, shares=shares)
+                return
+            for ends in others:
+                task = RankTask(ends.rank, ends.count, device, ends.descriptors, shares[ends.rank])
+                self._processes.append(_start(task))
+        finally:
+            for ends in others:
+                ends.close()
 
     def tell(self, **message: Any) -> None:
         """Send ``message`` to all other ranks."""
@@ -139,49 +133,43 @@ class RankGroup:
 
     def lost(self, error: RankError) -> RankError:
         """``error`` as the rank that has ended, if one of these has."""
-        try:
-            _refuse_ended(self._processes, _NOTICED_S)
-        except RankError as ended:
-            return ended
+        for rank, process in enumerate(self._processes, 1):
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(_NOTICED_S)
+                reason = f"by signal {-code}" if code < 0 else f"with exit code {code}, and said why above"
+                return RankError(f"rank {rank} of {self.ranks.count} ended {reason}; {_AGAIN}")
         return RankError(f"{error}; {_AGAIN}")
 
     def stop(self) -> None:
         """End the other ranks; this process may use its cores again."""
         with suppress(RankError):
             self.tell(do="close")
+        self._free(_END_S)
+
+    def _free(self, within_s: float) -> None:
+        """Leave the other ranks, which are killed if they have not ended after so many seconds."""
         self.ranks.leave()
-        _end(self._processes, _END_S)
-        if self._scratch is not None:
-            self._scratch.cleanup()
-        if self._restore is not None:
-            bind(sorted(self._restore))
+        for process in self._processes:
+            try:
+                process.wait(within_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        bind(self._restore)
 
 
-def _refuse_ended(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
-    """Raise RankError if one of ``processes``, ranks 1 and further, has ended, or does so within so many seconds."""
-    for rank, process in enumerate(processes, 1):
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(within_s)
-            reason = f"by signal {-code}" if code < 0 else f"with exit code {code}, and said why above"
-            raise RankError(f"rank {rank} of {len(processes) + 1} ended {reason}; {_AGAIN}")
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
-    """Wait until ``processes`` have ended, which are killed after so many seconds."""
-    for process in processes:
-        try:
-            process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+def usable_processors() -> list[int]:
+    """Numbers of the processors that this process may use; none where the system binds no process to any."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
 
 def bind(processors: Sequence[int]) -> None:
-    """Bind this process to ``processors``, and torch to as many threads."""
-    os.sched_setaffinity(0, processors)
-    torch.set_num_threads(len(processors))
+    """Bind this process to ``processors``, and torch to as many threads; to none where the system does not bind."""
+    if processors:
+        os.sched_setaffinity(0, processors)
+        torch.set_num_threads(len(processors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +179,17 @@ class RankTask:
     rank: int
     count: int
     device: str
-    meeting: str
-    processors: list[int]
+    descriptors: Sequence[int]
+    processors: Sequence[int]
 
 
 def _start(task: RankTask) -> subprocess.Popen[bytes]:
     """A process that becomes the rank of ``task``, and ends where this one does: its input ends then."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(len(task.processors) or 1)}
+    threads = len(task.processors) or max(1, (os.cpu_count() or 1) // task.count)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "moelight.engine.rank_process", json.dumps(asdict(task))]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+    passed: dict[str, Any] = {"env": environment, "pass_fds": task.descriptors}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, **passed)
 
 
 class LeadingRunner(PassRunner):
@@ -302,12 +292,11 @@ class FollowedPlan:
 class Follower:
     """A rank other than 0: does what rank 0 tells it, until that ends."""
 
-    def __init__(self, task: RankTask, store: Store | None = None) -> None:
-        """``store``: where ranks meet; None: at the file that the task names."""
+    def __init__(self, task: RankTask) -> None:
+        self.ranks = Ranks(Endpoints.of(task.rank, task.count, task.descriptors))
         machine = find_machine(task.device)
         self._machine = replace(machine, device=device_of(machine.device, task.rank))
-        store = store or meeting_file(Path(task.meeting), task.count)
-        self.ranks = Ranks.join(task.rank, task.count, self._machine.device, store)
+        self.ranks.meet(self._machine.device)
         self._runner: PassRunner | None = None
         self._packed: PackedPass | None = None
         self._in_flight = deque[PackedPass]()
@@ -364,11 +353,11 @@ class Follower:
             self._runner = None
 
 
-def follow(task: RankTask, store: Store | None = None) -> int:
+def follow(task: RankTask) -> int:
     """Be the rank of ``task`` until rank 0 closes its engine. Returns the exit code: 0, 1 if rank 0 was lost, 2 for
     what a user can mend, which is printed."""
     try:
-        Follower(task, store).run()
+        Follower(task).run()
     except RankError:
         return 1  # rank 0 says so
     except UserError as error:

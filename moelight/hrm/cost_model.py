@@ -52,10 +52,8 @@ class CostModel:
         return gpu if self.discrete and gpu is not None else self.speeds.cpu
 
     def before_s(self, elements: costs.LayerElements, tokens: Any) -> Any:
-        """Seconds of the norm, projections and rotations of ``tokens``, and with several ranks of the sum of what their
-        experts have computed."""
-        phase_s = self._phase_s("before", tokens, elements.before_attention, TOUCHED_BEFORE)
-        return phase_s + self._exchange_s(tokens * costs.summed_bytes(self.model, self.dtype), sums=True)
+        """Seconds of the norm, projections and rotations of ``tokens``."""
+        return self._phase_s("before", tokens, elements.before_attention, TOUCHED_BEFORE)
 
     def after_s(self, elements: costs.LayerElements, tokens: Any, *, moe: bool) -> Any:
         """Seconds of output projection, norm, router, shared experts or dense layer, and row gathering, unless it is
@@ -63,6 +61,23 @@ class CostModel:
         copies = self.model.router.top_k if moe and self.expert_unit.experts is None else 0
         phase_s = self._phase_s("after", tokens, elements.after_attention, TOUCHED_AFTER + copies * TOUCHED_PER_EXPERT)
         return phase_s + sum(self._exchange_s(tokens * size) for size in costs.gathered_bytes(self.model, self.dtype))
+
+    def sum_s(self, tokens: Any) -> Any:
+        """Seconds of the sum over ranks of what the experts of a layer have computed for ``tokens``; 0 of one rank."""
+        return self._exchange_s(tokens * costs.summed_bytes(self.model, self.dtype), sums=True)
+
+    def exchanges_s(self, tokens: Any, rows: Any) -> Any:
+        """Seconds of all exchanges with other ranks for ``tokens``, of which ``rows`` get logits: sums, and the gathers
+        that are a part of phases."""
+        gathered = sum(self._exchange_s(tokens * size) for size in costs.gathered_bytes(self.model, self.dtype))
+        sums, gathers = self.model.num_moe_layers * self.sum_s(tokens), self.model.num_layers * gathered
+        return sums + gathers + self._logits_s(rows)
+
+    def _logits_s(self, rows: Any) -> Any:
+        """Seconds in which ranks gather the parts of the logits of ``rows`` tokens."""
+        if costs.vocabulary_ranks(self.model) == 1:
+            return 0.0
+        return self._exchange_s(rows * 4 * self.model.vocab_size)
 
     def _exchange_s(self, size: Any, *, sums: bool = False) -> Any:
         """Seconds in which all ranks get the ``size`` bytes of which each has a part, or (``sums``) a term: those of a
@@ -142,8 +157,7 @@ class CostModel:
         """Seconds of the logits of ``rows`` tokens, of which a rank computes its part of the vocabulary."""
         parts = costs.vocabulary_ranks(self.model)
         product = self._dense_s(rows, costs.head_elements(self.model) // parts, head=True)
-        gather_s = self._exchange_s(rows * 4 * self.model.vocab_size) if parts > 1 else 0.0
-        return product + self._overhead_s(self.expert_unit, KERNELS["head"]) + gather_s
+        return product + self._overhead_s(self.expert_unit, KERNELS["head"]) + self._logits_s(rows)
 
     def kv_read_bytes(self, tokens: Any, context: Any, kind: costs.AttentionKind) -> Any:
         """Bytes of the KV cache that the attention of ``tokens`` sequences reads in an average layer of ``kind``."""

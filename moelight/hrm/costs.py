@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moelight.core.dtypes import DType, dtype_named
+from moelight.core.dtypes import FLOAT32, DType, dtype_named
 from moelight.core.policy import Policy
 from moelight.core.units import MiB, align_up
 from moelight.profiles.model import AttentionSpec, ModelProfile, StoredTensor
@@ -397,8 +397,14 @@ def residual_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
 
 
 def summed_bytes(model: ModelProfile, dtype: DType) -> int:
-    """Bytes of a token's hidden states, which the ranks of ``model`` sum before a layer; 0 of one rank."""
-    return residual_bytes(model, dtype, 1) if model.ranks > 1 else 0
+    """Bytes of a token's hidden states, float32 in mixed precision, which the ranks of ``model`` sum after the experts
+    of a layer; 0 of one rank."""
+    return residual_bytes(model, FLOAT32 if dtype.pages else dtype, 1) if model.ranks > 1 else 0
+
+
+def sent_bytes(model: ModelProfile, dtype: DType, tokens: int) -> int:
+    """Bytes that a rank sends in the sum of the hidden states of ``tokens``: over a ring, each term passes twice."""
+    return 2 * (model.ranks - 1) * tokens * summed_bytes(model, dtype) // model.ranks
 
 
 def gathered_bytes(model: ModelProfile, dtype: DType) -> tuple[int, int]:

@@ -53,7 +53,8 @@ class PassCost:
     """The work of one pass, in seconds.
 
     Attributes:
-        lanes: work by lane; ``dram`` is host memory, which several lanes share.
+        lanes: work by lane; ``dram`` is host memory, which several lanes share, ``exchange`` the link to other ranks,
+            over which ranks sum what experts have computed; without a device it blocks the CPU.
         count: micro-batches that decode.
         act: device work of one such micro-batch in all layers.
         attend: its attention in all layers.
@@ -136,17 +137,21 @@ def pass_cost(
         decode = _cut(kind.decode_tokens, np.maximum(1.0, batches * kind.decode_tokens / running))
         fresh = np.maximum(batches * kind.prompts / running, kind.prompt_tokens / prompt_tokens)
         prompts = _cut(kind.prompt_tokens, np.maximum(1.0, fresh))
+        micro_batches: tuple[_MicroBatches, ...] = (decode, prompts)
         cost = _beside_a_gpu(cost_model, kind, placed, (decode, prompts), grouped, share)
+        cost = replace(cost, chain=cost.chain + _sums_s(cost_model, decode.tokens))
     else:
         rows = kind.decode_tokens + kind.prompts
         fewest = np.maximum(np.maximum(1.0, batches * rows / running), tokens / prompt_tokens)
         together = _cut(tokens, np.ceil(fewest - ROUNDING))
+        micro_batches = (together,)
         cost = _on_the_cpu(cost_model, kind, placed, together, grouped, share)
     apart = np.where(routed_only, 1.0, 0.0) if apart is None else apart
     ring = ring_of(cost_model.model, ring_pages)
     last = turn_pages(ring if least_ring is None else least_ring)
     return replace(
         cost,
+        lanes=cost.lanes | _exchange_lane(cost_model, micro_batches),
         share=share,
         apart=apart,
         look_ahead=look_ahead,
@@ -179,7 +184,7 @@ def _on_the_cpu(
     alone, so its time is its own work plus the slowdown by the other."""
     cpu, speeds, tokens = cost_model.expert_unit, cost_model.speeds, batches.tokens
     per_batch_s = 0.0 if grouped else _experts_s(cost_model, cpu, tokens, 1.0)
-    act = phases_s(cost_model, tokens) + per_batch_s
+    act = phases_s(cost_model, tokens) + per_batch_s + _sums_s(cost_model, tokens)
     resident = 1.0 - placed.from_disk / (cost_model.model.num_moe_layers * cost_model.model.experts.num_experts)
     kinds = costs.layer_kinds(cost_model.model)
     before = sum(layers * cost_model.before_s(elements, tokens) for elements, _, layers in kinds)
@@ -196,7 +201,10 @@ def _on_the_cpu(
     none = np.zeros_like(busy)
     reading = share * placed.from_disk * cost_model.page_bytes() / (speeds.disk or NO_DISK_BYTES_PER_S) + none
     return PassCost(
-        lanes={"cpu": busy + share * placed.from_disk * cost_model.repacking_s(), "disk": reading},
+        lanes={
+            "cpu": busy + share * placed.from_disk * cost_model.repacking_s(),
+            "disk": reading,
+        },
         count=batches.count,
         act=act,
         attend=attend_each,
@@ -337,6 +345,17 @@ def phases_s(cost_model: CostModel, tokens: Any) -> Any:
     for elements, moe, layers in costs.layer_kinds(cost_model.model):
         total = total + layers * (cost_model.before_s(elements, tokens) + cost_model.after_s(elements, tokens, moe=moe))
     return np.where(tokens > 0, total, 0.0)
+
+
+def _sums_s(cost_model: CostModel, tokens: Any) -> Any:
+    """Seconds in which ranks sum what the experts of all layers have computed for a micro-batch of ``tokens``."""
+    return cost_model.model.num_moe_layers * cost_model.sum_s(tokens)
+
+
+def _exchange_lane(cost_model: CostModel, batches: tuple[_MicroBatches, ...]) -> dict[str, Any]:
+    """The lane of the link to other ranks, if there are any."""
+    seconds = (part.count * _sums_s(cost_model, part.tokens) for part in batches)
+    return {"exchange": sum(seconds)} if cost_model.model.ranks > 1 else {}
 
 
 def _experts_s(cost_model: CostModel, unit: Unit, tokens: Any, share: Any) -> Any:

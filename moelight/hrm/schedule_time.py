@@ -13,7 +13,7 @@ from moelight.hrm import costs
 from moelight.hrm.pass_cost import PassCost
 from moelight.profiles.model import ModelProfile
 
-_COMPUTE = ("device", "cpu", "d2h", "dram")
+_COMPUTE = ("device", "cpu", "d2h", "dram", "exchange")
 _WORK = ("device", "cpu", "d2h", "h2d")
 ON_DEMAND_SCHEDULES = ("cgopipe", "fastdecode", "serial", "module")  # schedules that have an on-demand pass
 # The least expected share of streamed pages without routed tokens from which on only the other pages are transferred,
@@ -94,7 +94,8 @@ def flexgen_loop(cost: PassCost) -> list[Any]:
 
 def serial(cost: PassCost) -> list[Any]:
     """Return the terms of a pass without overlap; the bandwidth of host memory is still a bound."""
-    alone = sum(seconds for lane, seconds in cost.lanes.items() if lane != "dram")
+    within = ("dram",) if "device" in cost.lanes else ("dram", "exchange")  # of other lanes
+    alone = sum(seconds for lane, seconds in cost.lanes.items() if lane not in within)
     return [alone, *(cost.lanes[lane] for lane in ("dram",) if lane in cost.lanes)]
 
 

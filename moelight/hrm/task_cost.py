@@ -158,6 +158,8 @@ class PassCosts:
             touched += costs.REPACKING_PASSES * turned * task.bytes
         elif task.lane is Lane.STAGE:
             seconds, touched = task.bytes / speeds.stage, 2 * task.bytes
+        elif task.lane is Lane.EXCHANGE:
+            seconds, touched = speeds.exchange_s + task.bytes / speeds.exchange, 0.0
         else:
             rate = self._cost_model.up_s if task.lane is Lane.H2D else self._cost_model.down_s
             seconds = float(rate(task.bytes))

@@ -122,7 +122,7 @@ class Decoder(Protocol):
         activations: of the experts of each layer; None if no kernel computes it, or there are none.
         paged: the experts in pages.
         ranks: with which the model is computed; None: alone. The hidden states that experts were added to are partial
-            sums then, until the next phase.
+            sums then, until `sum_experts`, which precedes the next phase.
     """
 
     ranks: Ranks | None
@@ -195,6 +195,10 @@ class Decoder(Protocol):
         """The experts of ``layer`` in ``pages``, which a `PageStore` has; None for those elsewhere."""
         ...
 
+    def sum_experts(self, hidden: Tensor, running: Running) -> None:
+        """Sum over ranks ``hidden``, to which the experts of the last layer were added. Called if there are several."""
+        ...
+
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:
         """Route hidden [T, H] of the layer with experts before by the router of ``layer``, as a prediction: weights
         float32 [T, k] and ids int32 [T, k]. ``hidden`` is not modified."""
@@ -256,7 +260,6 @@ class NativeDecoder:
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
         """hidden [T, H] -> queries, keys and values [T, Hq + 2 Hkv, D], after norms, clipping and rotary embedding."""
         spec, weights, eps = self.model.attention, self.weights.layers[layer], self.model.norm_eps
-        self._add_up(hidden, layer)
         if layer in self._small and len(hidden) <= MOST_TOKENS:
             return (self._small[layer].before_attention(hidden, *running),)
         x = self._norm(hidden, weights.input_norm, enters=layer)
@@ -338,13 +341,16 @@ class NativeDecoder:
     def experts(self, layer: int, pages: Sequence[Tensor | None]) -> LayerExperts:
         return LayerExperts.on_rank(self.paged.of_layer(layer, pages), GATED_SILU, self.ranks)
 
+    def sum_experts(self, hidden: Tensor, running: Running) -> None:  # noqa: ARG002
+        assert self.ranks is not None, "one process has all experts"
+        self.ranks.sum_(hidden)
+
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         x = self._norm(hidden, self.weights.layers[layer].post_norm)
         return route_tokens(linear(x, self._router(layer)), self.model.router)
 
-    def end(self, hidden: Tensor, running: Running) -> None:  # noqa: ARG002
-        """Complete the hidden states; the final norm is a part of `final_hidden`."""
-        self._add_up(hidden, self.model.num_layers)
+    def end(self, hidden: Tensor, running: Running) -> None:
+        """Do nothing: the final norm is a part of `final_hidden`."""
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
         return self._norm(hidden, self.weights.final_norm, enters=self.model.num_layers)
@@ -408,11 +414,6 @@ class NativeDecoder:
         if ranks is not None:
             projected = ranks.join_columns(projected)
         return self._norm(hidden, weights.post_norm, add=projected)
-
-    def _add_up(self, hidden: Tensor, layer: int) -> None:
-        """Sum over ranks the hidden states that enter ``layer``, which the experts of the layer before left partial."""
-        if self.ranks is not None and layer > 0 and self.model.moe_layers[layer - 1]:
-            self.ranks.sum_(hidden)
 
     def _leave_to_leader(self, hidden: Tensor) -> None:
         """Have rank 0 alone add to ``hidden`` what its experts are added to."""

@@ -30,6 +30,7 @@ _LANE_NAMES = {
     Lane.D2H: "link down",
     Lane.DEVICE: "GPU",
     Lane.CPU: "CPU",
+    Lane.EXCHANGE: "other ranks",
 }
 _LEFT, _RIGHT = 0.098, 0.885  # of the width; lane names on the left, lane load on the right
 _ROW, _BAR = 0.36, 0.78  # height of a lane in inches; share of the height that its bars fill

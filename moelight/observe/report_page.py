@@ -44,6 +44,7 @@ COLOURS = {
     TaskKind.SEND_AHEAD: "#a8cf6b",
     TaskKind.RESIDENT_EXPERTS: "#3f63c9",
     TaskKind.PREDICT_EXPERTS: "#9db8d9",
+    TaskKind.SUM_EXPERTS: "#b45309",
     TaskKind.OFFLOAD_QKV: "#c04fb0",
     TaskKind.LOAD_HIDDEN: "#e0559b",
     TaskKind.OFFLOAD_KV: "#b07cc6",

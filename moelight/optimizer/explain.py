@@ -28,6 +28,7 @@ STEP, ROUNDS, DRAWN = 0.5, 3, 250
 _LANES = {
     "h2d": "the link to the device",
     "d2h": "the link from the device",
+    "exchange": "the link between ranks",
     "device": "the GPU",
     "cpu": "the CPU",
     "dram": "host memory bandwidth",

@@ -218,7 +218,8 @@ class SimulationSetup:
 
     def _built(self, schedule: str, loads: Sequence[MicroBatchLoad], prefetched: int) -> Schedule:
         tokens, routed_only = sum(load.tokens for load in loads), self._routed_only(schedule, loads)
-        in_place = not (self._layout.discrete or routed_only or self.model.layers)  # of a module graph not known here
+        alone = self.model.ranks == 1  # else phases exchange
+        in_place = alone and not (self._layout.discrete or routed_only or self.model.layers)  # a graph's is not known
         shape = PassShape(
             micro_batches=tuple(map(self._shape, loads)),
             prefetched=prefetched,

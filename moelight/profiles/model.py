@@ -251,15 +251,18 @@ class ModelProfile:
         return self.experts.num_experts * self.ranks
 
     def on_ranks(self, count: int) -> ModelProfile:
-        """The model as one of ``count`` ranks has it, apart from `stored`: whole experts, and heads where they are
-        independent of one another and divided by ``count``. Raises ConfigError if its experts cannot be divided so."""
+        """The model as one of ``count`` ranks has it: whole experts, and heads where they are independent of one
+        another and divided by ``count``; of ``stored`` the experts alone. Raises ConfigError if these cannot be divided
+        so."""
         experts, spec = self.experts.num_experts, self.attention
         if self.dense:
             raise ConfigError(f"--tp {count}: {self.name} has no experts to divide among ranks; leave --tp out")
         if experts % count:
             allowed = ", ".join(str(n) for n in range(2, min(experts, 64) + 1) if experts % n == 0)
             raise ConfigError(f"--tp {count} does not divide the {experts} experts of {self.name}; choose of {allowed}")
-        model = replace(self, ranks=count, experts=replace(self.experts, num_experts=experts // count))
+        stored = None if self.stored is None else replace(self.stored, total_bytes=self.stored.total_bytes // count)
+        part = replace(self.experts, num_experts=experts // count)
+        model = replace(self, ranks=count, experts=part, stored=stored)
         divides = not (spec.num_heads % count or spec.num_kv_heads % count or self.hidden_size % count)
         if self.tensors or spec.latent is not None or spec.qk_norm == "projection" or not divides:
             return model

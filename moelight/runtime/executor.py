@@ -18,8 +18,9 @@ _MEETS: Mapping[Lane, tuple[tuple[Lane, bool], ...]] = {
     Lane.STAGE: ((Lane.H2D, True), (Lane.DISK, True)),  # the pinned ring
     Lane.H2D: ((Lane.DEVICE, False), (Lane.CPU, False)),  # the ring, buffers of contexts; the cache, the crossing arena
     Lane.D2H: ((Lane.DEVICE, False), (Lane.CPU, False)),  # tensors of micro-batches; the crossing arena
-    Lane.DEVICE: ((Lane.H2D, False), (Lane.D2H, False)),  # tensors of micro-batches
-    Lane.CPU: ((Lane.H2D, False), (Lane.D2H, False)),  # the crossing arena
+    Lane.DEVICE: ((Lane.H2D, False), (Lane.D2H, False), (Lane.EXCHANGE, False)),  # tensors of micro-batches
+    Lane.CPU: ((Lane.H2D, False), (Lane.D2H, False), (Lane.EXCHANGE, False)),  # the crossing arena; hidden states
+    Lane.EXCHANGE: ((Lane.DEVICE, False), (Lane.CPU, False)),  # hidden states
 }
 
 

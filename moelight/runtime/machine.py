@@ -96,16 +96,20 @@ def find_machine(name: str) -> Machine:
     return Machine(device=device, discrete=True, bf16=Device(device).bfloat16)
 
 
-def open_lanes(machine: Machine, kind: str = "auto", shares: CoreShares | None = None) -> dict[Lane, LaneRunner]:
-    """A runner for every lane, with the threads of ``shares``. ``auto``: streams; without a device the calling thread
-    computes."""
+def open_lanes(
+    machine: Machine, kind: str = "auto", shares: CoreShares | None = None, *, exchanges: bool = False
+) -> dict[Lane, LaneRunner]:
+    """A runner for every lane, with the threads of ``shares``; for ``exchanges`` with other ranks if there are any.
+    ``auto``: streams; without a device the calling thread computes and exchanges."""
     if kind not in LANE_KINDS:
         raise ConfigError(f"lanes {kind!r} is not one of {', '.join(LANE_KINDS)}")
     teams = {} if shares is None else teams_of(shares)
-    streams = (Lane.H2D, Lane.D2H, Lane.DEVICE) if machine.discrete else ()
+    with_others = (Lane.EXCHANGE,) if exchanges else ()
+    streams = (Lane.H2D, Lane.D2H, Lane.DEVICE, *with_others) if machine.discrete else ()
+    hosts = (Lane.DISK, Lane.STAGE, Lane.CPU) if machine.discrete else (Lane.DISK, Lane.CPU, *with_others)
     lanes: dict[Lane, LaneRunner] = {}
-    for lane in ((Lane.DISK, Lane.STAGE, Lane.CPU) if machine.discrete else (Lane.DISK, Lane.CPU)) + streams:
-        team, calling = teams.get(lane), lane is Lane.CPU and not machine.discrete
+    for lane in hosts + streams:
+        team, calling = teams.get(lane), lane in (Lane.CPU, Lane.EXCHANGE) and not machine.discrete
         if lane in streams and not machine.twin:
             lanes[lane] = StreamLane.on(machine.device, str(lane))
         elif lane in streams and kind == "auto":

@@ -62,6 +62,7 @@ class Operations:
         self._table: dict[TaskKind, Act] = {
             TaskKind.EMBED: self._embed,
             TaskKind.PRE_ATTENTION: self._pre_attention,
+            TaskKind.SUM_EXPERTS: self._sum_experts,
             **attention,
         }
 
@@ -132,6 +133,9 @@ class Operations:
             key = task.kind, task.layer, mb.row, mb.tokens
             projected = mb.graphs.run(key, compute, (), name="before", row=mb.row)
         mb.qkv = self.decoder.split_heads(projected)
+
+    def _sum_experts(self, task: Task, mb: MicroBatch) -> None:
+        self.decoder.sum_experts(mb.hidden, require(mb.running))
 
     def _layers(self, task: Task, pass_pages: PassPages) -> None:
         """All of them in one call where every row decodes, if there is one for their experts; else phase by phase."""

@@ -313,6 +313,8 @@ class ScheduleBuilder:
         `post_attention` a whole layer."""
         if layer == 0:
             self._ready[j] = self.add(TaskKind.EMBED, self.layout.compute, 0, j, writes=("hidden",))
+        else:
+            self._sum_experts(layer - 1, j)
         if self.shape.whole_layers and self._is_whole(layer):
             return
         self.load_kv(layer, j)
@@ -400,12 +402,25 @@ class ScheduleBuilder:
         """Sample the next token of every sequence, with a complete prompt, of these micro-batches (none: of all)."""
         for j in micro_batches or range(self.count):
             if self.shape.micro_batches[j].samples:
+                self._sum_experts(self.layout.model.num_layers - 1, j)
                 self.compute(TaskKind.SAMPLE, self.layout.model.num_layers - 1, j, reads=("hidden",))
+
+    def _sum_experts(self, layer: int, j: int) -> None:
+        """Sum the hidden states of micro-batch ``j`` over ranks, if there are several, after the experts of ``layer``,
+        if there are any."""
+        model, micro_batch = self.layout.model, self.shape.micro_batches[j]
+        if model.ranks == 1 or not model.moe_layers[layer]:
+            return
+        size, buffers = costs.sent_bytes(model, self.layout.dtype, micro_batch.tokens), (self.buffer("hidden", j),)
+        deps, kind = (self._ready[j],), TaskKind.SUM_EXPERTS
+        self._ready[j] = self.add(kind, Lane.EXCHANGE, layer, j, deps, reads=buffers, writes=buffers, size=size)
 
     def _is_whole(self, layer: int) -> bool:
         """True if nothing moves between the phases of ``layer``, which are one task with those of layers beside it in
         a pass of whole layers."""
-        return not self._apart and layer < len(self.layout.layer_pages) and not self.layout.layer_pages[layer]
+        if self._apart or self.layout.model.ranks > 1 or layer >= len(self.layout.layer_pages):
+            return False
+        return not self.layout.layer_pages[layer]
 
     def _whole_layers(self, layer: int, j: int) -> None:
         """The task of the last of consecutive whole layers; its first was the first that was asked for."""

@@ -15,6 +15,7 @@ from moelight.core.timeline import FREE, Span, Timeline, last_to_end
 from moelight.hrm.task_cost import TaskCost
 
 Price = Callable[[Task], TaskCost]
+_INLINE = (Lane.CPU, Lane.EXCHANGE)
 
 
 def simulate_pass(
@@ -31,8 +32,8 @@ def simulate_pass(
     Args:
         cost: seconds of each task alone on the machine, and the bytes of host memory that it touches in them.
         dram_bytes_per_s: shared by max-min fairness among tasks that together need more; None: unlimited.
-        inline: the thread that submits tasks runs those of the ``cpu`` lane itself, as the engine does without a
-            device. Every other lane has a thread of its own.
+        inline: the thread that submits tasks runs those of the ``cpu`` lane itself, and waits for other ranks, as the
+            engine does without a device. Every other lane has a thread of its own.
     """
     job = [(schedule, cost)]
     return simulate_passes(job, dram_bytes_per_s=dram_bytes_per_s, start_s=start_s, inline=inline)[0]
@@ -165,7 +166,7 @@ class VirtualClock:
                 dep.waiters.append(running_task)
             self._queues[task.lane].append(running_task)
             self._start(task.lane)
-            if self._inline and task.lane is Lane.CPU:
+            if self._inline and task.lane in _INLINE:
                 yield running_task
 
     def _start(self, lane: Lane) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from moelight.cli import planning_options
 from moelight.cli.plan_view import print_plan
 from moelight.core.policy import Policy, Shares
 from moelight.core.units import GiB
@@ -152,6 +154,28 @@ def test_the_machine_at_hand_is_measured_with_the_models_disk(monkeypatch: pytes
     assert asked == [None, demo]
 
 
+def test_ranks_are_planned_with_their_exchanges() -> None:
+    """On two GPUs they gain, on the cores of one processor they do not."""
+    work = ("--num-requests", "64", "--prompt-len", "12", "--gen-len", "8")
+    cards = plan("--hw", "2xt4", "--model", "mixtral-8x7b", *work, "--tp", "auto", *ONE_ORDER)
+    assert cards["ranks"] == 2 and cards["several"]["ranks"] == 2
+    assert cards["estimate"]["tokens_per_s"] == cards["several"]["tokens_per_s"]
+    assert 0 < cards["estimate"]["lanes"]["exchange"] < cards["several"]["exchange_s"] < cards["several"]["pass_s"]
+    cores = plan(*SMALL, "--tp", "2", *ONE_ORDER)
+    assert cores["ranks"] == 2 and cores["several"]["gain"] < 1
+    assert cores["memory"]["host"]["capacity_bytes"] < plan(*SMALL, *ONE_ORDER)["memory"]["host"]["capacity_bytes"]
+    shown = run("optimize", *SMALL, "--tp", "auto", *ONE_ORDER).stdout
+    assert "1 rank: there is one GPU or NUMA node" in shown
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_one_process_is_chosen_where_ranks_do_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning_options, "count_nodes", lambda _: 2)
+    result = run("optimize", *SMALL, "--tp", "auto", *ONE_ORDER).stdout
+    assert "1 rank: several would not be faster" in result
+    assert re.search(r"2 ranks: [\d.,]+ tokens/s, 0\.\d\d x one process; they exchange for .* of a decode pass", result)
+
+
 # What is wrong: the arguments, and words the line must hold.
 REFUSED = {
     "no model": ("--hw t4", ["--model"]),
@@ -194,6 +218,11 @@ REFUSED = {
     ),
     "too little memory for JSON": ("--hw cpu-avx2 --model mixtral --host-memory 4GiB --disk 0 --json", ["at least"]),
     "two things on stdout": ("--hw cpu-avx2 --model demo --json -o -", ["--json", "--output -"]),
+    "ranks of machines": ("--hw t4,l4 --model demo --tp 2", ["--tp 2", "one machine"]),
+    "no number of ranks": ("--hw cpu-avx2 --model demo --tp two", ["auto", "from 1 to 64", "two"]),
+    "more ranks than GPUs": ("--hw t4 --model demo --tp 2", ["--tp 2", "t4", "1 GPU"]),
+    "ranks of several GPUs each": ("--hw 2xt4 --model demo --tp 2 --fix gpus=1", ["--tp 2", "gpus=1"]),
+    "ranks in the paper": ("--hw 2xt4 --model demo --tp 2 --estimator paper", ["--tp 2", "--estimator"]),
     "an output of machines": ("--hw t4,l4 --model demo -o policy.yaml", ["--output policy.yaml", "one machine"]),
     "unknown machine of several": ("--hw t4,l44 --model demo", ["l44", "'l4'"]),
     "no price file": ("--hw all --model demo --prices ./none.yaml", ["none.yaml"]),

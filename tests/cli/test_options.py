@@ -157,6 +157,7 @@ OPTIONS = {
         "--nodes",
         "--plot",
         "--acceptance",
+        "--tp",
         "--output",
         "-o",
         "--json",

@@ -50,6 +50,14 @@ def test_torchrun_starts_the_ranks(job: tuple[list[str], str], tmp_path: Path) -
     assert done.stderr.count("16 completions") == 1
 
 
+@pytest.mark.thorough
+def test_torchrun_plans_once() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "moelight.cli.main", "inspect", "demo"]
+    alone = subprocess.run([sys.executable, *command[6:]], check=True, capture_output=True, text=True)
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == alone.stdout
+
+
 @pytest.mark.exhaustive
 def test_the_same_command_goes_on_when_a_rank_was_killed(job: tuple[list[str], str], tmp_path: Path) -> None:
     command, output = under_torchrun(job[0], tmp_path / "out.jsonl"), tmp_path / "out.jsonl"
@@ -93,7 +101,7 @@ class Announced:
         self.tasks.append(task)
 
 
-def test_other_ranks_end_with_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_end_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[Announced]()
     monkeypatch.setattr(launched, "LaunchedRanks", lambda launch: made.append(Announced(launch)) or made[-1])
     with leading(Launch(0, 2)):
@@ -101,8 +109,17 @@ def test_other_ranks_end_with_the_command(monkeypatch: pytest.MonkeyPatch, capsy
         with pytest.raises(ConfigError, match="--tp 4: torchrun started 2 ranks; leave --tp out"):
             count_ranks("4", "cpu")
     assert made[0].tasks == [{}] and count_ranks("1", "cpu") == 1
-    for name, value in {**TWO, **SERVED}.items():
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("command", [["--version"], ["models", "--help"], ["generate", "--help"], ["generate", "-h"]])
+def test_commands_without_ranks_run_on_rank_0(
+    command: list[str], rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others say nothing; none looks for the others, which nobody started here."""
+    for name, value in {**TWO, **SERVED, "RANK": rank}.items():
         monkeypatch.setenv(name, value)
-    assert main(["doctor"]) == 2
-    assert "torchrun starts the ranks of `moelight generate` alone" in capsys.readouterr().err
-    assert made[1].tasks == [{}]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert bool(shown.out) == (rank == "0") and not shown.err
+    assert Launch.read() is None  # processes that the command starts are no ranks

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from moelight.cli import INTERRUPTED
 from moelight.cli.main import main
 from moelight.core.errors import ConfigError, MoelightError, RankError
 from moelight.core.policy import Policy, Shares
@@ -26,6 +27,8 @@ from moelight.weights.shard import shard
 from tests.cases import thorough
 from tests.engine.graphs import HOW, ORDERS_BY_NAME, SIZES, STREAMED, made, prompts
 from tests.engines import Tiny
+from tests.process import holds_at_last
+from tests.weights.gguf_files import write_gguf
 from tests.weights.quantised import METHODS, quantise
 
 RESIDENT = Shares(host=1.0)
@@ -124,6 +127,15 @@ def test_stored_formats_are_divided_as_they_are(tiny: Tiny, method: str, tmp_pat
     assert answers(quantised, 2, weights=HALF) == answers(quantised, 1)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe", "deepseek2", "gpt-oss"])
+def test_gguf_files_are_divided_as_they_are(architecture: str, tmp_path: Path) -> None:
+    """By our own decoder, whose heads lie otherwise in files of llama, or by module graphs."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, architecture, experts="MXFP4" if architecture == "gpt-oss" else "Q4_0", vocab=True)
+    assert answers(path, 2, weights=HALF) == answers(path, 1)
+
+
 def test_a_rank_that_is_killed_ends_the_run_and_the_cores_are_free_again(mixtral: Path) -> None:
     before, started = os.sched_getaffinity(0), set(psutil.Process().children())
     policy = Policy(model=str(mixtral), weight_dtype="float32", **SIZES)
@@ -154,6 +166,60 @@ def test_other_ranks_end_with_the_process_of_the_engine(mixtral: Path) -> None:
         process.kill()
         psutil.wait_procs([other], timeout=60)
         assert not other.is_running() or other.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_program_whose_rank_was_killed_ends_with_its_traceback(mixtral: Path) -> None:
+    """Though nothing closes the engine: no thread is left that could abort the end of the interpreter."""
+    program = (
+        "import sys, psutil\n"
+        "from moelight.core.policy import Policy\n"
+        "from moelight.core.request import SamplingParams\n"
+        "from moelight.engine.engine import Engine\n"
+        "engine = Engine(Policy(model=sys.argv[1]), device='cpu', tp='2')\n"
+        "(other,) = psutil.Process().children()\n"
+        "other.kill()\n"
+        "engine.generate([[1, 2]], SamplingParams(max_tokens=4))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(mixtral)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("moelight.core.errors.RankError: rank 1 of 2 ended by signal 9; ")
+
+
+def test_an_interrupt_ends_the_wait_for_other_ranks(mixtral: Path, tmp_path: Path) -> None:
+    """The other rank is one that never comes."""
+    program = (
+        "import signal, subprocess, sys\n"
+        "from moelight.cli.main import main\n"
+        "from moelight.engine import ranks\n"
+        "def start(task):\n"
+        "    waiting = [sys.executable, '-c', 'input()']\n"
+        "    return subprocess.Popen(waiting, stdin=subprocess.PIPE, pass_fds=task.descriptors)\n"
+        "ranks._start = start\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "in.jsonl").write_text('{"prompt": "row"}\n')
+    job = ["generate", str(tmp_path / "in.jsonl"), "--model", str(mixtral), "--host-memory", "1GiB", "--tp", "2"]
+    command = [sys.executable, "-c", program, *job, "-o", str(tmp_path / "out.jsonl")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        started = psutil.Process(process.pid).children
+        assert holds_at_last(lambda: bool(started()) or process.poll() is not None, 120.0)
+        (other,) = started()
+        process.send_signal(signal.SIGINT)
+        _, messages = process.communicate()
+    assert process.returncode == INTERRUPTED and "Traceback" not in messages
+    assert holds_at_last(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.thorough
+def test_ranks_run_where_the_system_binds_no_process_to_cores(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers(mixtral, 1)
+    monkeypatch.delattr(os, "sched_setaffinity")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert core_shares(2) == [[], []] and answers(mixtral, 2) == expected
+    assert "this system binds no process to cores: 2 ranks share all of them" in caplog.text
 
 
 def test_a_job_of_two_ranks(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,19 +38,20 @@ def test_exchanges_take_the_time_of_their_bytes_and_of_their_overhead() -> None:
     slow, free = cost_of(half), cost_of(half, replace(SPEEDS, exchange=float("inf"), exchange_s=0.0))
     elements = costs.layer_elements(half)[0]
     state, logits = 2 * half.hidden_size, 4 * half.vocab_size
-    summed = slow.before_s(elements, tokens) - free.before_s(elements, tokens)
-    assert summed == pytest.approx(1e-4 + tokens * state / 2e9)  # each rank sends and receives a half twice
+    assert slow.sum_s(tokens) == pytest.approx(1e-4 + tokens * state / 2e9)  # each rank sends and receives a half twice
+    assert costs.sent_bytes(half, BFLOAT16, tokens) == tokens * state
     gathered = slow.after_s(elements, tokens, moe=True) - free.after_s(elements, tokens, moe=True)
     assert gathered == pytest.approx(2e-4 + 2 * tokens * state / 2 / 2e9)
     assert slow.head_s(tokens) - free.head_s(tokens) == pytest.approx(1e-4 + tokens * logits / 2 / 2e9)
+    layers = half.num_layers
+    every = layers * (slow.sum_s(tokens) + gathered) + 1e-4 + tokens * logits / 2 / 2e9
+    assert slow.exchanges_s(tokens, tokens) == pytest.approx(every)
 
 
 def test_one_rank_exchanges_nothing() -> None:
     free = replace(SPEEDS, exchange=float("inf"), exchange_s=0.0)
-    elements = costs.layer_elements(MIXTRAL)[0]
-    for phase in ("before_s", "head_s"):
-        arguments = (elements, 8) if phase == "before_s" else (8,)
-        assert getattr(cost_of(MIXTRAL), phase)(*arguments) == getattr(cost_of(MIXTRAL, free), phase)(*arguments)
+    assert cost_of(MIXTRAL).head_s(8) == cost_of(MIXTRAL, free).head_s(8)
+    assert cost_of(MIXTRAL).sum_s(8) == cost_of(MIXTRAL).exchanges_s(8, 8) == 0
 
 
 def test_cards_exchange_over_their_links_and_processors_as_their_profile_says() -> None:

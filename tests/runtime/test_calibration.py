@@ -21,6 +21,7 @@ import torch
 
 from moelight.core.errors import ConfigError
 from moelight.core.units import KiB, MiB
+from moelight.hrm.machine_model import speeds_of
 from moelight.kernels import native
 from moelight.profiles.hardware import EFFICIENCY, read_hardware_profile
 from moelight.profiles.hardware_text import write_hardware_profile
@@ -51,6 +52,7 @@ TINY = replace(
     touching=(2, 8),
     large=((64, 64), 32),
     gpu_large=((64, 64), 32),
+    exchanges=False,
 )
 
 
@@ -417,11 +419,15 @@ def test_another_program_on_a_core_is_seen_where_every_thread_has_a_core_of_its_
 @pytest.mark.usefixtures("one_round")
 def test_a_machine_without_a_gpu_becomes_a_profile(tmp_path: Path) -> None:
     message: list[str] = []
-    result = machine.measure_machine(find_machine("cpu"), TINY, name="box", disk_dir=tmp_path, say=message.append)
+    effort = replace(TINY, exchanges=True)
+    result = machine.measure_machine(find_machine("cpu"), effort, name="box", disk_dir=tmp_path, say=message.append)
     assert result.name == "box" and result.date.startswith("20") and "threads" in result.notes
     assert [tier.name for tier in result.tiers] == ["host", "disk"] and not result.links
     assert {surface.name for surface in result.efficiency} == {name for name in EFFICIENCY if name.startswith("cpu")}
     assert {"host_copy", "cpu_task", "disk_cached", "cpu_under_disk", "disk_under_cpu"} <= dict(result.measured).keys()
+    speeds = speeds_of(result)
+    assert speeds.exchange == result.figure("exchange") and speeds.exchange_s == result.figure("exchange_latency")
+    assert speeds.exchange > 1e6 and 1e-7 < speeds.exchange_s < 1.0
     linear = result.surface("cpu_linear")
     assert linear is not None and linear.sizes == (2 * 64 * 32, 2 * 128 * 64) and linear.curves[0].x == (1, 5, 16, 64)
     unit = result.processor("cpu")

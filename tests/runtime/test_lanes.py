@@ -482,7 +482,7 @@ def test_lanes_work_with_the_threads_they_are_given(kind: str, device: bool, mon
     if device:
         assert sizes == {Lane.CPU: 4, Lane.STAGE: 1}
     else:
-        assert sizes == dict.fromkeys(set(Lane) - {Lane.DISK}, 6)
+        assert sizes == dict.fromkeys(set(Lane) - {Lane.DISK, Lane.EXCHANGE}, 6)
         assert len({id(team) for team in seen.values() if team is not None}) == 1
     assert {id(team) for team in closed} == {id(team) for team in seen.values() if team is not None}
     assert getattr(here, "team", None) is None

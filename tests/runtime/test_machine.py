@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +25,10 @@ TWIN = Machine(device=torch.device("cpu"), discrete=True, twin=True)
 
 @pytest.mark.parametrize("kind", ["auto", "inline", "threads"])
 def test_a_machine_has_the_lanes_it_needs(kind: str) -> None:
-    for machine, wanted in ((PLAIN, {Lane.DISK, Lane.CPU}), (TWIN, set(Lane))):
-        lanes = open_lanes(machine, kind)
+    for machine, exchanges in product((PLAIN, TWIN), (False, True)):
+        wanted = set(Lane) if machine.discrete else {Lane.DISK, Lane.CPU, Lane.EXCHANGE}
+        wanted -= set() if exchanges else {Lane.EXCHANGE}
+        lanes = open_lanes(machine, kind, exchanges=exchanges)
         assert set(lanes) == wanted
         if kind == "inline":
             assert all(isinstance(runner, InlineLane) for runner in lanes.values())
@@ -34,7 +37,8 @@ def test_a_machine_has_the_lanes_it_needs(kind: str) -> None:
         if kind == "auto":
             assert isinstance(lanes[Lane.DISK], ThreadLane)
             assert isinstance(lanes[Lane.CPU], ThreadLane if machine.discrete else InlineLane)
-            assert all(isinstance(lanes[item], StreamLane) for item in wanted & {Lane.H2D, Lane.D2H, Lane.DEVICE})
+            streams = {Lane.H2D, Lane.D2H, Lane.DEVICE, Lane.EXCHANGE} if machine.discrete else set()
+            assert all(isinstance(lanes[item], StreamLane) for item in wanted & streams)
         for runner in lanes.values():
             runner.close()
 

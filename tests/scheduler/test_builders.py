@@ -127,7 +127,7 @@ def check_crossings(layout: Layout, shape: PassShape, schedule: Schedule) -> Non
     and nothing without a link."""
     result: dict[tuple[int, int], list[tuple[Lane, int]]] = {}
     for task in schedule.tasks:
-        if not task.kind.moves_page and task.bytes:
+        if not task.kind.moves_page and task.bytes and task.lane is not Lane.EXCHANGE:
             result.setdefault((task.layer, task.micro_batch), []).append((task.lane, task.bytes))
     if not layout.discrete:
         assert not result

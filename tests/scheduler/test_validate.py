@@ -32,6 +32,8 @@ LAYOUTS = {
     "device attends at home": small_layout(host=5, attention_device="gpu", kv=Shares(device=1.0)),
     "split": small_layout(experts=5, resident=2, host=6, ffn_device="split", cpu_experts=0.3),
     "experts on the CPU": small_layout((True, False, True), experts=3, resident=3, ffn_device="cpu"),
+    "ranks": small_layout((True, False, True), experts=3, resident=2, host=3, ranks=2),
+    "ranks, no link": small_layout((True, False, True), experts=3, discrete=False, resident=4, ranks=2),
     "small ring": small_layout(experts=5, resident=2, host=4, ring_pages=3),
     "small ring, no link": small_layout(experts=6, discrete=False, resident=1, ring_pages=8),
 }

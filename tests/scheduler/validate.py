@@ -43,6 +43,10 @@ def _residual(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> int:
     return costs.residual_bytes(layout.model, layout.dtype, micro_batch.tokens)
 
 
+def _summed(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> int:
+    return costs.sent_bytes(layout.model, layout.dtype, micro_batch.tokens)
+
+
 def _routed(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> int:
     return costs.routed_bytes(layout.model, layout.dtype, micro_batch.tokens)
 
@@ -68,12 +72,14 @@ _PHASES: dict[TaskKind, tuple[tuple[str, ...], tuple[str, ...], _Moves | None]] 
     TaskKind.PREDICT_EXPERTS: (("hidden",), (), None),
     TaskKind.LOAD_EXPERTS: (("experts_host",), ("experts",), _residual),
     TaskKind.COMBINE: (("experts",), ("hidden",), None),
+    TaskKind.SUM_EXPERTS: (("hidden",), ("hidden",), _summed),
     TaskKind.SAMPLE: (("hidden",), (), None),
 }
 _LANES = {
     TaskKind.CPU_ATTENTION: Lane.CPU,
     TaskKind.STORE_KV: Lane.CPU,
     TaskKind.CPU_EXPERTS: Lane.CPU,
+    TaskKind.SUM_EXPERTS: Lane.EXCHANGE,
     TaskKind.OFFLOAD_QKV: Lane.D2H,
     TaskKind.OFFLOAD_KV: Lane.D2H,
     TaskKind.OFFLOAD_HIDDEN: Lane.D2H,
@@ -81,6 +87,9 @@ _LANES = {
     TaskKind.LOAD_HIDDEN: Lane.H2D,
     TaskKind.LOAD_EXPERTS: Lane.H2D,
 }
+
+
+_EVERYWHERE = frozenset((TaskKind.SUM_EXPERTS,))  # on a lane of their own without a device, too
 
 
 def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counter[tuple[TaskKind, int, int]]:
@@ -104,14 +113,23 @@ def phase_counts(schedule: Schedule, layout: Layout, shape: PassShape) -> Counte
             experts = (TaskKind.ROUTE,) if apart and full else _expert_kinds(layout, layer, apart=apart)
             for kind in (TaskKind.PRE_ATTENTION, *_attention_kinds(layout, micro_batch), *experts):
                 expected[kind, layer, j] += 1
+            expected[TaskKind.SUM_EXPERTS, layer, j] += is_summed(layout, micro_batch, layer)
     for j, micro_batch in enumerate(shape.micro_batches):
         expected[TaskKind.EMBED, 0, j] += 1
         expected[TaskKind.SAMPLE, layout.model.num_layers - 1, j] += micro_batch.samples
     return +expected
 
 
+def is_summed(layout: Layout, micro_batch: MicroBatchShape, layer: int) -> bool:
+    """True if ranks sum the hidden states of ``micro_batch`` after ``layer``: where a phase or a token follows."""
+    follows = micro_batch.samples or layer + 1 < layout.model.num_layers
+    return layout.model.ranks > 1 and layout.model.moe_layers[layer] and follows
+
+
 def whole_layers(layout: Layout, layer: int) -> range | None:
-    """The consecutive layers around ``layer`` none of whose pages move; None if its own do."""
+    """The consecutive layers around ``layer`` none of whose pages move; None if its own do, or ranks sum after each."""
+    if layout.model.ranks > 1:
+        return None
     moving = [index for index, pages in enumerate(layout.layer_pages) if pages]
     if layer in moving:
         return None
@@ -198,7 +216,7 @@ def phase(layout: Layout, shape: PassShape, kind: TaskKind, layer: int, j: int, 
     reads, writes = _shared_buffers(layout, shape, kind, layer, j, experts)
     return Task(
         kind=kind,
-        lane=_LANES.get(kind, layout.compute) if layout.discrete else layout.compute,
+        lane=_LANES.get(kind, layout.compute) if layout.discrete or kind in _EVERYWHERE else layout.compute,
         layer=layer,
         micro_batch=j,
         layers=whole_layers(layout, layer) if kind is TaskKind.LAYERS else None,
@@ -302,6 +320,9 @@ def expected_bytes(schedule: Schedule, layout: Layout, shape: PassShape) -> dict
             else:
                 sizes[Lane.D2H] += _qkv(layout, micro_batch, layer)
                 sizes[Lane.H2D] += _attention(layout, micro_batch, layer)
+    for micro_batch in shape.micro_batches:
+        sums = sum(is_summed(layout, micro_batch, layer) for layer in range(layers))
+        sizes[Lane.EXCHANGE] += sums * _summed(layout, micro_batch, 0)
     return {lane: size for lane, size in sizes.items() if size}
 
 

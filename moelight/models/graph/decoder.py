@@ -46,7 +46,6 @@ class Running:
         value: that the run is resumed with; None at its start, and while ``effect`` is not taken.
         routed: the input [T, H] of the last layer's experts.
         start: begins the run anew.
-        partial: ``value`` is the mixture of the experts that this rank has.
         passed: layers that the run passes by, which are computed by two calls each.
     """
 
@@ -56,15 +55,11 @@ class Running:
     value: Tensor | None = None
     routed: Tensor | None = None
     passed: LayersPassed | None = None
-    ranks: Ranks | None = None
-    partial: bool = False
 
     def next(self) -> Effect:
         """The next effect, which remains until it is taken."""
         if self.effect is None:
-            if self.partial and self.ranks is not None and self.value is not None:
-                self.ranks.sum_(self.value)
-            self.effect, self.value, self.partial = self.run.resume(self.value), None, False
+            self.effect, self.value = self.run.resume(self.value), None
         return self.effect
 
     def take(self, kind: type[Kind], layer: int) -> Kind:
@@ -122,7 +117,7 @@ class GraphDecoder:
         lengths = [row.length for row in rows]
         states = [(self._state(row), row.count) for row in rows]
         start = partial(self._graph.start, token_ids, positions, states, lengths)
-        return Running(start(), start, ranks=self.ranks)
+        return Running(start(), start)
 
     def pre_attention(self, layer: int, hidden: Tensor, running: Running) -> Sequence[Tensor]:
         """Up to the attention of ``layer``: q [T, Hq, D], k and v [T, Hkv, D], or of latent attention absorbed queries
@@ -246,7 +241,7 @@ class GraphDecoder:
         if self.model.dense:
             return self._to_page(layer, hidden, running)
         effect = running.take(Experts, layer)
-        running.value, running.routed, running.partial = _zeroed(hidden), effect.x, True
+        running.value, running.routed = _zeroed(hidden), effect.x
         return self._routed(layer, effect)
 
     def _routed(self, layer: int, effect: Experts) -> Routed:
@@ -285,6 +280,11 @@ class GraphDecoder:
         if (function := self._functions[layer]) is None:
             return LayerExperts(())
         return LayerExperts.on_rank(self.paged.of_layer(layer, pages), function, self.ranks)
+
+    def sum_experts(self, hidden: Tensor, running: Running) -> None:
+        """Sum the mixtures of the experts that ranks have, with which the run goes on."""
+        assert self.ranks is not None and running.value is not None, "experts are summed between two segments"
+        self.ranks.sum_(hidden)
 
     def predict_experts(self, layer: int, hidden: Tensor, running: Running) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """By the block of ``layer`` on the input of the last layer's experts: what the graph adds to it is within."""

@@ -23,6 +23,7 @@ class Effort:
     Attributes:
         quiet_rounds: undisturbed rounds after which measuring ends, within ``host_s`` (host and disk) or ``device_s``.
         figure_s: time of one figure per round, as ``point_s`` and ``gpu_point_s`` of one point of a surface.
+        exchanges: whether exchanges with another process are measured.
         linear: shapes [out, in]; ``experts`` are (hidden, intermediate).
         touching: token counts for which norms and sums are measured.
         large: weights and rows of a compute-bound product, as ``gpu_large``.
@@ -38,6 +39,7 @@ class Effort:
     point_s: float = 0.1
     gpu_point_s: float = 0.04
     disk_write_s: float = 5.0
+    exchanges: bool = True
     rows: tuple[int, ...] = _ROWS
     gpu_rows: tuple[int, ...] = (*_ROWS, 1024, 2048, 4096)
     linear: tuple[Shape, ...] = ((512, 512), (1536, 1536), (4096, 2816), (14336, 8192))

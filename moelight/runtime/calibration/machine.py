@@ -4,11 +4,12 @@ process, so that its memory and library caches end with it."""
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,11 @@ from pathlib import Path
 import torch
 
 from moelight.core.dtypes import BFLOAT16
-from moelight.core.errors import ConfigError, UserError
+from moelight.core.errors import ConfigError, RankError, UserError
 from moelight.core.units import KiB, MiB, format_bytes
 from moelight.kernels import variants
 from moelight.kernels.device import Device
+from moelight.kernels.ranks import Endpoints, Ranks, endpoints_of
 from moelight.profiles.efficiency import Surface
 from moelight.profiles.hardware import EFFICIENCY, TO, HardwareProfile, Link, Processor, Tier
 from moelight.profiles.hardware_text import write_hardware_profile
@@ -48,9 +50,11 @@ LEAST_POOL_BYTES = 16 * MiB
 _BUSY_CONTEXT = 1024
 _BUSY_ROWS = 64
 # Measured in units per second, stated in seconds per unit.
-_IN_SECONDS = frozenset({"measured.cpu_task", "measured.gpu_launch", "measured.transfer"})
+_IN_SECONDS = frozenset(f"measured.{name}" for name in ("cpu_task", "gpu_launch", "transfer", "exchange_latency"))
 # Intermediate readings: work alone, work beside reads, reads beside work.
 _ALONE, _BESIDE, _READS_BESIDE = "alone", "beside", "reads beside"
+_SMALL, _LARGE = "small sums", "large sums"
+_SUM_BYTES, _SUMS = {_SMALL: 4 * KiB, _LARGE: 4 * MiB}, {_SMALL: 100, _LARGE: 4}  # as many sums are asked for at once
 _LANE, _CACHED, _DIRECT = "tiers.disk.bandwidth", "measured.disk_cached", "measured.disk_direct"
 
 
@@ -89,6 +93,63 @@ def launches(device: torch.device) -> Measure:
     """Launches per second of an almost empty kernel, one after another."""
     number, finish = torch.zeros(1, device=device), finisher(device)
     return lambda seconds: sample(lambda: number.add_(1), seconds=seconds, finish=finish)
+
+
+@contextmanager
+def exchanges() -> Iterator[dict[str, Measure]]:
+    """Measurements of `_SMALL` and `_LARGE` sums per second, while another process takes part in them. Raises RankError
+    if that does not start."""
+    first, second = endpoints_of(2)
+    ranks = Ranks(first)
+    program = f"from moelight.runtime.calibration.machine import take_part; take_part({second.descriptors})"
+    command = [sys.executable, "-c", program]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=second.descriptors
+        )
+    finally:
+        second.close()
+    try:
+        ranks.meet(torch.device("cpu"))
+        yield {name: partial(_sums_with_other, ranks, name) for name in (_SMALL, _LARGE)}
+    finally:
+        ranks.leave()
+        process.wait()
+
+
+def exchange_figures(readings: Mapping[str, Measurement]) -> dict[str, Measurement]:
+    """``measured.exchange`` in bytes/s beside its latency, and ``measured.exchange_latency`` in sums per second."""
+    small, large = readings[_SMALL], readings[_LARGE]
+    seconds = max(1 / large.rate - 1 / small.rate, 1e-3 / large.rate)
+    return {
+        "measured.exchange": Measurement(rate=(_SUM_BYTES[_LARGE] - _SUM_BYTES[_SMALL]) / seconds, spread=large.spread),
+        "measured.exchange_latency": small,
+    }
+
+
+def _sums_with_other(ranks: Ranks, name: str, seconds: float) -> Measurement:
+    def ask() -> None:
+        ranks.tell(name.encode())
+        _sum_up(ranks, name)
+
+    return sample(ask, seconds=seconds, amount=_SUMS[name])
+
+
+def _sum_up(ranks: Ranks, name: str) -> None:
+    partial_sums = torch.zeros(_SUM_BYTES[name] // 4)
+    for _ in range(_SUMS[name]):
+        ranks.sum_(partial_sums)
+
+
+def take_part(descriptors: Sequence[int]) -> None:
+    """Take part in the sums that the other process asks for, until it ends."""
+    ranks = Ranks(Endpoints.of(1, 2, descriptors))
+    try:
+        ranks.meet(torch.device("cpu"))
+        while True:
+            _sum_up(ranks, ranks.hear().decode())
+    except RankError:
+        ranks.leave()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,12 +221,18 @@ def measure_machine(
                 if disk_needed:
                     raise
                 findings.notes.append(str(error))
+        sums: dict[str, Measure] = {}
+        if effort.exchanges and not machine.discrete:
+            try:
+                sums = stack.enter_context(exchanges())
+            except RankError as error:
+                findings.notes.append(f"exchanges with another process cannot be measured: {error}")
         pool = _host_pool(effort)
         say("measuring forms of kernels")
         findings.kernels = fastest_forms(pool)
         variants.choose(findings.kernels)  # what is measured from here on is what will run
         say("measuring memory, processor and disk" if scratch else "measuring memory and processor")
-        _measure_host(findings, pool, scratch, effort)
+        _measure_host(findings, pool, scratch, sums, effort)
         if machine.discrete:
             say("measuring the GPU and its link")
             _measure_device(findings, machine, pool, effort)
@@ -185,13 +252,16 @@ def _host_pool(effort: Effort) -> Pool:
     return Pool(size, device=torch.device("cpu"), dtype=to_torch(BFLOAT16))
 
 
-def _measure_host(findings: _Findings, pool: Pool, scratch: disk.Scratch | None, effort: Effort) -> None:
-    """Indispensable figures are measured first, because a slow machine omits the last ones."""
+def _measure_host(
+    findings: _Findings, pool: Pool, scratch: disk.Scratch | None, sums: dict[str, Measure], effort: Effort
+) -> None:
+    """Indispensable figures are measured first, because a slow machine omits the last ones. ``sums``: `exchanges`."""
     findings.capacities["host"] = memory_limit_bytes()
     figures: dict[str, Measure] = {
         "tiers.host.bandwidth": pool.measure(surfaces.read_work),
         "measured.host_copy": pool.measure(surfaces.copy_work),
         "measured.cpu_task": partial(surfaces.layer_phases, pool),
+        **sums,
     }
     if scratch is not None:
         work, _ = surfaces.layer_work(pool, _large_expert(pool, effort), _BUSY_ROWS)
@@ -207,6 +277,8 @@ def _measure_host(findings: _Findings, pool: Pool, scratch: disk.Scratch | None,
     readings = findings.read("cpu", figures, pool, effort)
     if scratch is not None:
         _judge_disk(findings, readings, past_cache=disk.past_cache(scratch))
+    if sums:
+        findings.figures |= exchange_figures(readings)
 
 
 def _judge_disk(findings: _Findings, readings: dict[str, Measurement], *, past_cache: bool) -> None:
