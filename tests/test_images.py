@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cases import thorough
 from tests.images import DOCKERFILE, HERE, context_files, read_stages
 
 STAGES = read_stages(DOCKERFILE.read_text(encoding="utf-8"))
@@ -47,7 +48,7 @@ def test_what_the_package_is_built_of_is_copied() -> None:
     assert copied == needed | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
 
 
-@pytest.mark.parametrize("name", ["serve", "watch"])
+@pytest.mark.parametrize("name", thorough(["serve", "watch"], but=["serve"]))
 def test_services_start(name: str, tmp_path: Path) -> None:
     """As their commands say, but for folders and the port: they say what they serve, and end when asked."""
     service = yaml.safe_load((HERE / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"][name]

@@ -40,6 +40,7 @@ def test_an_unclosed_quote_costs_its_own_row(name: str, tmp_path: Path) -> None:
         assert list(read.rows(skip={0, 2}.__contains__)) == [result[1], result[3]]
 
 
+@pytest.mark.thorough
 def test_rows_behind_an_unclosed_quote_keep_their_numbers_over_a_death(tmp_path: Path) -> None:
     path, out = tmp_path / "a.csv", tmp_path / "out.jsonl"
     path.write_bytes(UNCLOSED)

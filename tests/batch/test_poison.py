@@ -133,6 +133,7 @@ def chain(count: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**names, f"d{count}": {"type": "integer"}}}
 
 
+@pytest.mark.thorough
 def test_rows_whose_grammars_would_end_the_process_are_error_rows(tmp_path: Path) -> None:
     """Not in this process, which the second one would end."""
     rules = "\n".join(["start: r0", *(f"r{n}: r{n + 1}" for n in range(20_000)), 'r20000: "a"'])

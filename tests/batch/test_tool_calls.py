@@ -101,6 +101,7 @@ NEVER = {"properties": {"a": TWINS}, "required": ["a"], "additionalProperties": 
 NEVER_VALID = [{"type": "function", "function": {"name": "twins", "parameters": NEVER}}]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_invalid_arguments_are_generated_again_and_marked(tmp_path: Path) -> None:
     answers(

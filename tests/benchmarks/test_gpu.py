@@ -158,6 +158,7 @@ def test_runs_in_a_new_process(): assert os.environ["MARK"] == "set"
 """
 
 
+@pytest.mark.thorough
 def test_outcomes_survive_a_crash_and_a_lost_device(module: Any, tmp_path: Path) -> None:
     suites, path = module("gpu_sections.suites"), tmp_path / "test_card.py"
     path.write_text(TESTS)

@@ -24,6 +24,7 @@ def report(results: Path) -> dict[str, Any]:
     return ran("gpu_small_card", *options)
 
 
+@pytest.mark.thorough
 def test_every_contestant_has_its_figures(report: dict[str, Any]) -> None:
     *rows, accelerate = report["rows"]
     assert [row["contestant"] for row in rows] == ["cgopipe", "static", "flexgen"]

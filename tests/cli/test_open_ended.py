@@ -36,6 +36,7 @@ def command(job: Path, output: Path, cache: int, *more: str) -> list[str]:
     return ["generate", rows, "--model", str(job / "model"), "--policy", policy, "-o", str(output), *fixed]
 
 
+@pytest.mark.thorough
 def test_the_job_that_is_suspended_and_killed_has_the_rows_of_the_one_that_is_not(job: Path, tmp_path: Path) -> None:
     wanted, out, stats = tmp_path / "wanted.jsonl", tmp_path / "out.jsonl", tmp_path / "stats.json"
     assert moelight_inside(*command(job, wanted, FREE)).returncode == 0

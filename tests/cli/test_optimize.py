@@ -274,6 +274,7 @@ def test_machines_beside_each_other(tmp_path: Path) -> None:
     assert all("GPU" in row["reason"] for row in unable)
 
 
+@pytest.mark.thorough
 def test_offers_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "80")

@@ -84,6 +84,7 @@ def test_refusals_of_replay(trace: Path, tmp_path: Path, arguments: tuple[str, .
     assert complaint in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_tune_writes_the_best_and_shows_the_front(short: Path, tmp_path: Path) -> None:
     out = tmp_path / "best.moe"
     done = moelight_inside("policy", "tune", short, *ON, "--memory", "1GiB", "-o", out, "--json")

@@ -46,6 +46,7 @@ def request(name: str, **body: Any) -> bytes:
     return json.dumps(line).encode() + b"\n"
 
 
+@pytest.mark.thorough
 def test_the_official_client_is_answered_by_the_model(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     sampled = request("b", logprobs=True, n=2, temperature=1.0, seed=3)

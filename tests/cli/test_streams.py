@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.program import PLANNED, ROOT, Program, moelight, read_rows, write_prompts
 
 
@@ -38,6 +40,7 @@ def test_a_job_needs_no_standard_streams(tmp_path: Path) -> None:
     assert read_rows(out.read_text()) == rows
 
 
+@pytest.mark.thorough
 def test_a_job_needs_no_folder_beside_its_own(tmp_path: Path) -> None:
     """Nor a sensible number of threads: neither may be there where a cluster starts it."""
     prompts, out, nowhere = (

@@ -90,6 +90,7 @@ def options(model: Path | str, out: Path, group: int = 32, **inputs: Any) -> Con
     return ConvertOptions(model=str(model), output=out, experts=Rounding("int4", group), **inputs)
 
 
+@pytest.mark.thorough
 def test_killed_while_it_rounds_the_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny(tmp_path / "model", "mixtral", hidden_size=64, intermediate_size=96)
     prompts = lines(tmp_path / "prompts.jsonl", [f"the prompt of number {n * n}" for n in range(9)])

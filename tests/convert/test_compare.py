@@ -94,6 +94,7 @@ def test_a_model_is_not_far_from_itself(pair: tuple[Path, Path], prompts: Path) 
     assert result.ratio.value == pytest.approx(1.0, abs=1e-9)
 
 
+@pytest.mark.thorough
 def test_the_likeliest_tokens_give_a_lower_bound(pair: tuple[Path, Path], prompts: Path) -> None:
     exact = compare(*pair, prompts)
     some = compare(*pair, prompts, space_bytes=exact.tokens * 8 * 100)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from moelight.profiles.hf_config import HFConfig
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.quantization import Quantization, read_quantization
 from moelight.weights.source import Checkpoint
+from tests.cases import covering, thorough
 from tests.cli.program import Program, moelight_inside
 from tests.tiny import hf_model, save_tiny
 from tests.weights.packers import unpacked
@@ -90,10 +92,10 @@ def logits(model: Any) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["experts", "all"])
-@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", SIZES)
+ROUNDED = [*product(SIZES, KINDS, [False, True], [False, True])]
+
+
+@pytest.mark.parametrize(("family", "kind", "fused", "dense"), thorough(ROUNDED, but=covering(ROUNDED)))
 def test_transformers_computes_with_the_rounded_numbers(
     family: str, kind: str, fused: bool, dense: bool, tmp_path: Path
 ) -> None:
@@ -178,8 +180,10 @@ def test_the_busiest_experts_stay_as_they_are(family: str, fused: bool, tmp_path
         convert_checkpoint(options(model, out))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+BY_DTYPE = [*product(KINDS, ["bfloat16", "float16", "float32"])]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), thorough(BY_DTYPE, but=covering(BY_DTYPE)))
 def test_bytes_are_those_of_the_librarys_compressor(kind: str, dtype: str, tmp_path: Path) -> None:
     model, out = save(tmp_path / "model", dtype=dtype), tmp_path / "out"
     convert_checkpoint(options(model, out, kind))

@@ -28,7 +28,7 @@ from tests.cases import thorough
 from tests.convert.families import NAMES, save_family
 from tests.engine import gguf_architectures as architectures
 
-USUAL = ("llama (Llama 3)", "gemma3", "gpt_oss")
+USUAL = ("gemma3", "gpt_oss")
 
 
 def written(directory: Path, file_type: str, name: str = "tiny.gguf") -> tuple[Path, WrittenGGUF]:

@@ -27,13 +27,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans")
 
 
-LONG = ("docs/guides/planning.md", "docs/guides/ray.md", "docs/guides/recipes.md", "docs/guides/rent.md")
+QUICK = ("README.md", "docs/start.md", "docs/concepts/kernels.md")
 
 
 @pytest.mark.parametrize(
     "document",
     [
-        pytest.param(path, id=relative(path), marks=[pytest.mark.thorough] if relative(path) in LONG else [])
+        pytest.param(path, id=relative(path), marks=() if relative(path) in QUICK else pytest.mark.thorough)
         for path in DOCUMENTS
         if steps_of(path)
     ],

@@ -58,6 +58,7 @@ def test_tokens_do_not_depend_on_the_order_of_work(name: str, mixtral: Path, tmp
         assert tokens(quantised, **{"weights": RESIDENT, "activations": "int8", **how}) == wanted
 
 
+@pytest.mark.thorough
 @native_kernels
 def test_graphs_with_stacks_in_mxfp4_take_them(checkpoints: Any, tmp_path: Path) -> None:
     """Biases, and gate and up interleaved."""

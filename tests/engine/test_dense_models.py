@@ -45,7 +45,7 @@ FAMILIES = {  # what each has that others have not
     "falcon_h1": "state spaces beside attention in each layer",
     "apertus": "parameters of activations",
 }
-QUICK = ("llama", "gemma2", "qwen3_5_text")
+QUICK = ("gemma2", "qwen3_5_text")
 HOMES = (STREAMED, Shares(device=0.5, host=0.5), Shares(device=0.25, host=0.25, disk=0.5))
 
 

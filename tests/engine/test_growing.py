@@ -344,6 +344,7 @@ def test_the_plan_has_room_for_the_longest_answer(model: Path) -> None:
     assert [item.completion_tokens for item in result] == [CONTEXT - len(prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3_next"])
 def test_the_state_of_a_recurrence_is_computed_again(checkpoints: Any, tmp_path: Path, family: str) -> None:
     source, expected = checkpoints(family)

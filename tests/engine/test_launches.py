@@ -112,6 +112,7 @@ def test_tokens_from_graphs_are_the_same(model: Path, monkeypatch: pytest.Monkey
     check_graphs(model, "twin", monkeypatch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("narrow", ["mixtral"], indirect=True)
 def test_graphs_of_mixed_precision(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_graphs(narrow, "twin:fp16", monkeypatch)

@@ -95,6 +95,7 @@ def test_tokens_are_those_of_the_sequence_alone(family: str, tmp_path: Path) -> 
     assert alone == expected[0]
 
 
+@pytest.mark.thorough
 def test_a_suspended_sequence_is_computed_at_the_positions_that_it_had(tmp_path: Path) -> None:
     """Before the border, beyond it, and where its positions change while it is suspended."""
     model_of("phimoe", tmp_path)

@@ -17,6 +17,7 @@ from moelight.core.request import Completion, Request, SamplingParams
 from moelight.engine.batcher import MOST_WAITS, Batcher, MicroBatchPlan, RunningSequence, SequenceChunk, keys_of
 from moelight.engine.engine import Engine
 from moelight.paging.kv import BlockPool
+from tests.cases import thorough
 from tests.engine.test_invariance import DEVICES, MODELS
 from tests.engines import Tiny
 
@@ -343,7 +344,7 @@ def opened(model: Path, devices: str) -> Engine:
     return Engine(policy, device="twin" if policy.discrete else "cpu")
 
 
-@pytest.mark.parametrize("devices", POLICIES)
+@pytest.mark.parametrize("devices", thorough(POLICIES, but=["cpu", "gpu-cache-both"]))
 def test_tokens_are_those_of_whole_prompts(wanted: Wanted, devices: str) -> None:
     """Twice: the second time much is known from the first."""
     model, expected = wanted(POLICIES[devices][0])
@@ -367,7 +368,7 @@ def check_free(engine: Engine) -> None:
     assert not engine._batcher._prefix_cache._promised
 
 
-@pytest.mark.parametrize("devices", ["cpu", "gpu-cache-both"])
+@pytest.mark.parametrize("devices", thorough(["cpu", "gpu-cache-both"], but=["gpu-cache-both"]))
 def test_a_closed_run_leaves_the_cache_exact(wanted: Wanted, devices: str) -> None:
     """Closed after some answers, or ended by its source: the next run is right, and every block is free after it."""
     model, expected = wanted(POLICIES[devices][0])
@@ -391,6 +392,7 @@ def test_a_closed_run_leaves_the_cache_exact(wanted: Wanted, devices: str) -> No
         assert answers(list(engine.run(requests))) == expected
 
 
+@pytest.mark.thorough
 def test_eight_samples_are_those_of_eight_requests(wanted: Wanted) -> None:
     """Eight equal requests without a seed of their own draw the same where they are greedy; sampled ones as without
     sharing."""

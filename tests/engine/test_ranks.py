@@ -96,7 +96,8 @@ def test_each_rank_streams_its_pages_to_a_device_of_its_own(mixtral: Path, order
     assert answers(mixtral, 2, device="twin", weights=homes, **orders) == answers(mixtral, 1)
 
 
-@pytest.mark.parametrize("places", thorough(ON_DEMAND, but=["some resident"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("places", ON_DEMAND)
 def test_each_rank_fetches_the_routed_ones_of_its_experts(tiny: Tiny, places: str) -> None:
     """Passes of so few tokens are on-demand ones by the measured share, or as a cache would have it (``plain``)."""
     model = tiny("mixtral", num_local_experts=8, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2)
@@ -150,6 +151,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_cores_are_free_again(mixtral
     assert answers(mixtral, 2) == answers(mixtral, 1)
 
 
+@pytest.mark.thorough
 def test_other_ranks_end_with_the_process_of_the_engine(mixtral: Path) -> None:
     program = (
         "import sys, time, psutil\n"
@@ -168,6 +170,7 @@ def test_other_ranks_end_with_the_process_of_the_engine(mixtral: Path) -> None:
         assert not other.is_running() or other.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.thorough
 def test_a_program_whose_rank_was_killed_ends_with_its_traceback(mixtral: Path) -> None:
     """Though nothing closes the engine: no thread is left that could abort the end of the interpreter."""
     program = (
@@ -185,6 +188,7 @@ def test_a_program_whose_rank_was_killed_ends_with_its_traceback(mixtral: Path) 
     assert done.stderr.splitlines()[-1].startswith("moelight.core.errors.RankError: rank 1 of 2 ended by signal 9; ")
 
 
+@pytest.mark.thorough
 def test_an_interrupt_ends_the_wait_for_other_ranks(mixtral: Path, tmp_path: Path) -> None:
     """The other rank is one that never comes."""
     program = (
@@ -222,6 +226,7 @@ def test_ranks_run_where_the_system_binds_no_process_to_cores(
     assert "this system binds no process to cores: 2 ranks share all of them" in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_job_of_two_ranks(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(6)))
     monkeypatch.chdir(tmp_path)

@@ -65,7 +65,7 @@ def test_experts_are_those_of_transformers(family: str, position: str, tiny: Tin
     assert {item.cached_tokens for item in result} == {0}
 
 
-@pytest.mark.parametrize("weights", [STREAMED, None], ids=["streamed", "resident"])
+@pytest.mark.parametrize("weights", thorough([STREAMED, None], but=[STREAMED]), ids=["streamed", "resident"])
 def test_experts_of_a_module_graph(weights: Any, checkpoints: Any) -> None:
     directory, _ = checkpoints("qwen2_moe")
     sizes = SIZES if weights is None else {**SIZES, "weights": weights}
@@ -92,6 +92,7 @@ def test_tokens_are_the_same_and_others_have_no_experts(tiny: Tiny) -> None:
             assert item.routed_experts is None and item.prompt_routed_experts is None
 
 
+@pytest.mark.thorough
 def test_experts_of_suspended_answers(tiny: Tiny) -> None:
     """Their prompts and tokens are computed a second time."""
     model = tiny("mixtral", max_position_embeddings=96)

@@ -84,7 +84,7 @@ def test_log_probabilities_are_those_of_transformers(name: str, setting: str, ti
         assert item.cumulative_logprob == pytest.approx(total)
 
 
-@pytest.mark.parametrize("setting", PLACES)
+@pytest.mark.parametrize("setting", thorough(PLACES, but=["twin, cache there"]))
 def test_a_prompt_is_scored_without_generating(tiny: Tiny, setting: str) -> None:
     """Beside others that go on; from where it is asked for; as it is where everything is scored."""
     model = tiny("mixtral")

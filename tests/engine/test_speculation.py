@@ -223,7 +223,7 @@ def test_open_ended_answers_give_the_same_tokens(model: Path, admission: str, dr
     ("family", "processor"),
     thorough(
         product(["gpt_oss", "deepseek_v2", "llama4_text"], ["cpu", "gpu"]),
-        but=[("gpt_oss", "cpu"), ("deepseek_v2", "gpu")],
+        but=[("deepseek_v2", "gpu")],
     ),
 )
 def test_module_graphs_and_latent_attention_give_the_same_tokens(
@@ -261,9 +261,7 @@ def test_chosen_drafts_give_the_same_tokens(
     assert stats.counts["drafted_passes"] < stats.passes
 
 
-@pytest.mark.parametrize(
-    ("devices", "length"), thorough(product(["cpu", "gpu-cache"], [2, 5]), but=[("cpu", 2), ("gpu-cache", 5)])
-)
+@pytest.mark.parametrize(("devices", "length"), thorough(product(["cpu", "gpu-cache"], [2, 5]), but=[("gpu-cache", 5)]))
 def test_stop_texts_end_within_any_part_of_a_draft(model: Path, devices: str, length: int, drafted: Install) -> None:
     """Texts of ``length`` tokens, so that they begin before drafts, in them and behind them."""
     policy = Policy(model=str(model), **SIZES, **DEVICES[devices])

@@ -64,13 +64,13 @@ def test_a_native_family_gives_the_tokens_of_transformers(family: str, tiny: Tin
     assert tokens(directory, weights=STREAMED) == greedy(directory)
 
 
-@pytest.mark.parametrize("family", thorough((*GRAPHS, *DENSE), but=("gpt_oss", "qwen3_next", "gemma2")))
+@pytest.mark.parametrize("family", thorough((*GRAPHS, *DENSE), but=("qwen3_next",)))
 def test_a_module_graph_gives_the_tokens_of_transformers(family: str, checkpoints: Any) -> None:
     directory, expected = checkpoints(family)
     assert tokens(directory, weights=STREAMED) == first(expected)
 
 
-@pytest.mark.parametrize("name", thorough(METHODS, but=("gptq int4 ordered", "fp8 blocks", "mxfp4")))
+@pytest.mark.parametrize("name", thorough(METHODS, but=("gptq int4 ordered",)))
 def test_a_quantised_checkpoint_gives_the_tokens_of_its_numbers(name: str, tiny: Tiny, tmp_path: Path) -> None:
     quantised, values = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS[name])
     assert tokens(quantised, weights=STREAMED) == tokens(values, weights=RESIDENT)

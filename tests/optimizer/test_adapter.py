@@ -80,10 +80,8 @@ def _sized(n: int) -> Policy:
     return replace(ROOMY, batch_size=n, micro_batch_size=n, prompt_micro_batches=7)
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [{"device": 3.0}, pytest.param({"h2d": 0.2, "stage": 0.2, "disk": 0.2}, marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("truth", [{"device": 3.0}, {"h2d": 0.2, "stage": 0.2, "disk": 0.2}])
 def test_larger_micro_batches_where_the_device_binds_as_brute_force_would_have_it(truth: dict[str, float]) -> None:
     """Each reads the experts again from the memory of the device."""
     plain = Played(MIXTRAL, FULL, slowed(GPU, truth), EQUAL)

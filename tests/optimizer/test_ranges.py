@@ -13,7 +13,7 @@ from moelight.optimizer.options import PlanOptions
 from moelight.profiles.hardware import HardwareProfile, Link, Processor, Tier
 from moelight.profiles.model_files import load_model_profile
 from moelight.profiles.workload import MOST_REQUESTS, Workload, load_workload
-from tests.cases import covering, thorough
+from tests.cases import thorough
 
 BANDWIDTHS, PEAKS = [(1e3, 1e3, 1e3), (1e18, 1e3, 1e18), (1e18, 1e18, 1e3)], (1e3, 1e21)
 
@@ -45,7 +45,7 @@ def _few_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
 CORNERS = [*product(range(3), PEAKS)]
 
 
-@pytest.mark.parametrize(("which", "gpu"), thorough(CORNERS, but=covering(CORNERS)))
+@pytest.mark.parametrize(("which", "gpu"), thorough(CORNERS, but=CORNERS[:1]))
 def test_the_slowest_and_fastest_machines_are_planned_for(which: int, gpu: float) -> None:
     """Every two of the bandwidths, the peak of the GPU and that of the CPU, together."""
     bandwidths, cpu = BANDWIDTHS[which], PEAKS[(which + PEAKS.index(gpu)) % 2]

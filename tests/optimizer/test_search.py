@@ -69,6 +69,7 @@ def held(problem: Problem, plan: Plan, *, samples: int) -> None:
     assert plan.estimate.tokens_per_s <= plan.bound_tokens_per_s * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_as_many_prompts_ride_in_a_pass_as_pay() -> None:
     """320 GiB of experts over a slow disk, long prompts and short answers: what matters is how many prompts share each
     reading of the weights. With eight micro-batches of at most 8,192 tokens it is a fifth of that."""

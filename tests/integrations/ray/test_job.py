@@ -22,6 +22,7 @@ from moelight.integrations.ray.leases import LeaseSizes
 from moelight.integrations.ray.worker import EngineWorker
 from moelight.observe.stats import RunStats
 from tests.batch.playing import Heard
+from tests.cases import thorough
 from tests.integrations.ray.playing import EchoEngine, EchoWorker, PlayedCluster
 
 SIZES = LeaseSizes(ahead_s=1.0, least_s=0.1, slack=2.0, late_s=0.5)
@@ -132,7 +133,7 @@ def assert_rows_of_prompts(result: list[dict[str, Any]], expected: list[dict[str
     assert sum("error" in row for row in result) == 1
 
 
-@pytest.mark.parametrize("task", PROMPT_TASKS)
+@pytest.mark.parametrize("task", thorough(PROMPT_TASKS, but=["embed"]))
 def test_prompts_of_which_nothing_is_generated(task: str, tmp_path: Path) -> None:
     """By workers with the bundled model, in threads."""
     path = prompt_rows(tmp_path / "prompts.csv")
