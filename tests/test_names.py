@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import moelight
+from tests.test_layers import parsed
 
 PACKAGE = Path(moelight.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -71,7 +72,9 @@ def test_variables_and_attributes_have_names_of_the_field(root: Path) -> None:
     for path in sorted(root.rglob("*.py")):
         if path.name.endswith("_triton.py"):
             continue
-        of_variables, of_attributes = assigned(ast.parse(path.read_text(encoding="utf-8")))
+        of_variables, of_attributes = assigned(
+            parsed(path) if root == PACKAGE else ast.parse(path.read_text(encoding="utf-8"))
+        )
         attributes += of_attributes
         if of_variables:
             variables[str(path.relative_to(root))] = sorted(of_variables)

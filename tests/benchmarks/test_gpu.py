@@ -181,6 +181,7 @@ def test_outcomes_survive_a_crash_and_a_lost_device(module: Any, tmp_path: Path)
     assert suites.lines(figures)[0] == "2 passed, 2 failed, 1 crashed, 1 skipped, 0 cut"
 
 
+@pytest.mark.thorough
 def test_sharing_and_repeating_tests(module: Any, tmp_path: Path) -> None:
     suites, path = module("gpu_sections.suites"), tmp_path / "test_card.py"
     path.write_text("def test_one(): pass\ndef test_two(): pass\n")

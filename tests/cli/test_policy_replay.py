@@ -125,6 +125,7 @@ def test_auto_says_why(tmp_path: Path) -> None:
     assert json.loads(checked.stdout)[0]["warnings"] == [] and checked.returncode == 0
 
 
+@pytest.mark.thorough
 def test_no_torch(trace: Path) -> None:
     replay = ["policy", "replay", str(trace), "--policy", str(EXAMPLES / "default.moe"), *ON]
     check_without_torch(replay, ["policy", "auto", "--model", "demo", "--hw", "t4"])

@@ -88,6 +88,7 @@ def test_figures_are_those_of_whole_distributions(pair: tuple[Path, Path], promp
         assert figure.low <= figure.value <= figure.high
 
 
+@pytest.mark.thorough
 def test_a_model_is_not_far_from_itself(pair: tuple[Path, Path], prompts: Path) -> None:
     result = compare(pair[0], pair[0], prompts)
     assert abs(result.kl.value) < 1e-9 and result.top1 == Estimated(value=1.0, low=1.0, high=1.0)

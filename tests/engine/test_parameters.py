@@ -14,6 +14,7 @@ import torch
 from moelight.core.policy import Policy
 from moelight.core.request import Completion, SamplingParams, StructuredOutputs
 from moelight.engine.engine import Engine
+from tests.cases import thorough
 from tests.engines import Tiny
 from tests.tiny import EOS, hf_model
 
@@ -94,7 +95,7 @@ def wanted(tiny: Tiny) -> list[tuple[int, int, tuple[int, ...], Any, str]]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("lanes", ["inline", "threads"])
+@pytest.mark.parametrize("lanes", thorough(["inline", "threads"], but=["threads"]))
 def test_tokens_are_those_of_a_slow_twin_at_any_batch_size(
     device: str, policy: dict[str, Any], lanes: str, tiny: Tiny, wanted: list[Any]
 ) -> None:

@@ -111,7 +111,7 @@ def test_it_takes_no_more_memory_than_was_planned(
     ("requests", "options", "measured"),
     thorough(
         [(10**6, {}, 1), (10, {}, 0), (10**6, {"hw": "cpu-avx2"}, 0), (10**6, TWIN, 0)],
-        but=[(10**6, {}, 1), (10, {}, 0)],
+        but=[(10**6, {}, 1)],
     ),
 )
 def test_a_long_job_on_an_unknown_machine_measures_it(

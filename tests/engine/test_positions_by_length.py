@@ -15,6 +15,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import SamplingParams
 from moelight.engine.engine import Engine
 from moelight.models.graph.rotary import follow_length
+from tests.cases import thorough
 from tests.tiny import save_byte_tokenizer
 
 pytestmark = pytest.mark.peer
@@ -75,9 +76,7 @@ def model_of(family: str, directory: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.thorough if name == "phi3" else ()) for name in MODELS]
-)
+@pytest.mark.parametrize("family", thorough(MODELS, but=[*MODELS][:1]))
 def test_tokens_are_those_of_the_sequence_alone(family: str, tmp_path: Path) -> None:
     model, draw = model_of(family, tmp_path), torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 250, (length,), generator=draw).tolist() for length in LENGTHS]

@@ -86,7 +86,8 @@ def test_four_ranks_share_heads_that_they_cannot_divide(mixtral: Path) -> None:
     assert answers(mixtral, 4) == answers(mixtral, 1)
 
 
-@pytest.mark.parametrize("order", thorough(ORDERS, but=ORDERS[:1]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("order", ORDERS)
 def test_each_rank_streams_its_pages_to_a_device_of_its_own(mixtral: Path, order: str) -> None:
     schedule, attention, experts, homes = ORDERS_BY_NAME[order]
     kv = {"kv": Shares(device=0.5, host=0.5)} if attention == "gpu" else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -113,7 +113,7 @@ def test_look_up_gives_the_same_tokens(model: Path) -> None:
     assert stats.counts["accepted_tokens"] >= 10
 
 
-@pytest.mark.parametrize(("schedule", "devices", "name"), thorough(BY_MODELS, but=covering(BY_MODELS)))
+@pytest.mark.parametrize(("schedule", "devices", "name"), thorough(BY_MODELS, but=covering(BY_MODELS)[::2]))
 @pytest.mark.parametrize("sampling", thorough([GREEDY, SAMPLED], but=[SAMPLED]), ids=["greedy", "sampled"])
 def test_every_schedule_and_device_gives_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, name: str, sampling: Any, drafted: Install
@@ -122,7 +122,7 @@ def test_every_schedule_and_device_gives_the_same_tokens(
     check(policy, sampling, drafted)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), thorough(ON_DEMAND[::3], but=ON_DEMAND[::9]))
+@pytest.mark.parametrize(("schedule", "devices"), thorough(ON_DEMAND[::3], but=ON_DEMAND[::18]))
 def test_on_demand_passes_give_the_same_tokens(
     tiny: Tiny, schedule: str, devices: str, drafted: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +171,10 @@ HOW: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("how", "devices"),
-    thorough(product(HOW, ["cpu", "gpu-cache"]), but=[*zip(HOW, cycle(["cpu", "gpu-cache"]))]),
+    thorough(
+        product(HOW, ["cpu", "gpu-cache"]),
+        but=[(how, "gpu-cache") for how in HOW[::2]],
+    ),
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_samplings_and_constraints_hold_within_a_draft(
@@ -236,9 +239,7 @@ def test_module_graphs_and_latent_attention_give_the_same_tokens(
 
 @pytest.mark.parametrize(
     ("devices", "admission"),
-    thorough(
-        product(["cpu", "gpu", "gpu-cache"], ["refill", "static"]), but=[("cpu", "refill"), ("gpu-cache", "static")]
-    ),
+    thorough(product(["cpu", "gpu", "gpu-cache"], ["refill", "static"]), but=[("gpu-cache", "refill")]),
 )
 def test_chosen_drafts_give_the_same_tokens(
     model: Path, devices: str, admission: str, drafted: Install, monkeypatch: pytest.MonkeyPatch
@@ -278,7 +279,7 @@ def test_stop_texts_end_within_any_part_of_a_draft(model: Path, devices: str, le
         assert stats.counts["accepted_tokens"]
 
 
-@pytest.mark.parametrize("devices", thorough(["cpu", "gpu", "gpu-attention", "split"], but=["cpu", "split"]))
+@pytest.mark.parametrize("devices", thorough(["cpu", "gpu", "gpu-attention", "split"], but=["split"]))
 def test_policies_that_change_between_passes_give_the_same_tokens(model: Path, devices: str, drafted: Install) -> None:
     policy = Policy(model=str(model), **{**SIZES, "kv_tokens": 8 * 160}, **DEVICES[devices])
     plain, _ = run(policy, SAMPLED)

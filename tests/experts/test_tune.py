@@ -38,6 +38,7 @@ def seconds(rows, chosen: ExpertPolicy, machine) -> float:  # type: ignore[no-un
     return result.total_s
 
 
+@pytest.mark.thorough
 def test_more_memory_is_on_the_front_only_where_it_is_faster() -> None:
     result = tune_policy(ROWS, SHAPE, LAPTOP, most_slots=LAYERS * 20)
     assert [item.outcome.slots for item in result.candidates] == [LAYERS * count for count in (4, 8, 16, 20)]

@@ -172,6 +172,7 @@ def test_what_is_no_question(mixtral: MoELightLM) -> None:
     assert mixtral.engine is None, "refused before anything is loaded"
 
 
+@pytest.mark.thorough
 def test_thoughts_are_left_out(checkpoints: dict[str, Path], mixtral: MoELightLM) -> None:
     questions = asked(("upper lemon =", {"max_gen_toks": 12}))
     (full,) = mixtral.generate_until(questions)
@@ -231,6 +232,7 @@ def test_a_plan_serves_as_long_as_it_has_room(checkpoints: dict[str, Path]) -> N
     ours.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not native.available(), reason="the extension is not built")
 def test_activations_are_rounded_where_asked(tmp_path: Path) -> None:
     """Scores near the exact ones and not equal, and the harness's record of the run says why."""

@@ -250,6 +250,7 @@ def test_busy_time_and_bytes_are_counted(reads, file):
         assert reader.counts().busy_s == counts.busy_s
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_fork_is_refused_and_ends(file):
     """Whoever reads, and while reads are on their way at the end of the program."""

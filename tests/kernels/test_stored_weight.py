@@ -94,6 +94,7 @@ def test_a_gpu_multiplies_by_one(name: str, device: torch.device) -> None:
     assert close(out.cpu(), functional.linear(x, dense_values(weight, torch.float32), bias), 1e-3)
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_by_the_values() -> None:
     """Of a matrix of 64 MiB in float32, products and rows take a fraction."""
     script = """

@@ -81,7 +81,11 @@ def test_a_fixed_value_is_kept_and_never_helps(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "share"), [("weights.device", 0.05), ("weights.host", 0.5), ("weights.disk", 0.3), ("cpu_experts", 0.125)]
+    ("key", "share"),
+    thorough(
+        [("weights.device", 0.05), ("weights.host", 0.5), ("weights.disk", 0.3), ("cpu_experts", 0.125)],
+        but=[("weights.host", 0.5), ("cpu_experts", 0.125)],
+    ),
 )
 @pytest.mark.usefixtures("unproved")
 def test_a_fixed_share_is_met_to_the_page(key: str, share: float) -> None:
@@ -111,6 +115,7 @@ def test_no_disk_means_that_nothing_streams_from_it() -> None:
         plan("laptop-nvme", "mixtral", limits={"disk": 0})
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("unproved")
 def test_a_choice_of_dtypes_is_used_where_it_helps() -> None:
     plain, free = free_plan("t4", "mixtral"), plan("t4", "mixtral", weight_dtypes=("auto", "int8", "int4"))

@@ -51,9 +51,7 @@ def problem_of(machine: str, model: str, workload: str) -> Problem:
     )
 
 
-@pytest.mark.parametrize(
-    "names", thorough([(pair,) for pair in PAIRS], but=[(pair,) for pair in PAIRS[::6]]), ids="-".join
-)
+@pytest.mark.parametrize("names", thorough([(pair,) for pair in PAIRS], but=[(PAIRS[0],)]), ids="-".join)
 def test_no_sampled_policy_is_better_than_the_plan_or_the_bound(names: tuple[str, str, str]) -> None:
     """Over every key of a policy. What the plan may be behind is what the attack of benchmarks/planner.py allows it."""
     problem = problem_of(*names)

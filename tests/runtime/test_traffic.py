@@ -21,6 +21,7 @@ from moelight.runtime.lanes import SKIPPED, MovedBytes, Outcome
 from moelight.runtime.on_demand import PassPages
 from moelight.runtime.ops import Operations
 from moelight.scheduler.layout import Layout, PassShape
+from tests.cases import thorough
 from tests.scheduler.validate import validate
 from tests.tiny import save_tiny
 
@@ -74,10 +75,10 @@ def generate(policy: Policy) -> None:
         engine.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
 
 
-@pytest.mark.parametrize(
-    ("devices", "schedule"),
-    [*((devices, "cgopipe") for devices in DEVICES), ("cache on both", "serial"), ("experts on both", "serial")],
-)
+RUN = [*((devices, "cgopipe") for devices in DEVICES), ("cache on both", "serial"), ("experts on both", "serial")]
+
+
+@pytest.mark.parametrize(("devices", "schedule"), thorough(RUN, but=RUN[::2]))
 def test_every_pass_of_an_engine_is_valid(
     model: Path, devices: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def test_every_pass_of_an_engine_is_valid(
         assert stayed[1] / new == pytest.approx(0.6, abs=0.15)
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", thorough(DEVICES, but=[*DEVICES][1::2]))
 def test_every_task_of_a_link_moves_what_it_says(model: Path, devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of small passes, which are all that one micro-batch could carry."""
     monkeypatch.setattr(schedule_time, "ROUTED_ONLY_SHARE", 0.0)

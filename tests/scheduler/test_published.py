@@ -72,6 +72,7 @@ def test_s1_over_s4_is_what_was_measured(ablation: ModuleType) -> None:
     assert 1 < ideal < 0.8 * measured
 
 
+@pytest.mark.thorough
 def test_paging_removes_most_of_the_binding_lanes_idle_time(ablation: ModuleType) -> None:
     """At the paper's T4 and L4 policies, on the measured links (where those bind) and on the assumed ones (where the
     GPU does)."""
