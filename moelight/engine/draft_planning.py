@@ -75,16 +75,18 @@ def choose_drafts(
     if predicts and machine.discrete:
         raise ConfigError("--speculate mtp is served on a CPU alone; use --device cpu, or --speculate ngram")
     source = open_prediction(target.directory) if predicts else open_draft_model(name, target)
-    drafts = plan_drafts(source, policy, machine, speeds)
+    drafts = plan_drafts(source, policy, machine, speeds, numbers=policy.weight_dtype if predicts else "auto")
     if options.speculation != AUTO:
         return drafts, None
     dtype = weight_dtype(policy, target, machine)
     return drafts, why_not_worth(drafts, target.profile, policy, dtype, speeds, options.draft_tokens())
 
 
-def plan_drafts(source: OpenCheckpoint, target: Policy, machine: Machine, speeds: Speeds) -> PlannedDrafts:
-    """``source`` as it drafts for sequences that run under ``target``, which is resolved: resident, and with room for
-    all of them."""
+def plan_drafts(
+    source: OpenCheckpoint, target: Policy, machine: Machine, speeds: Speeds, *, numbers: str = "auto"
+) -> PlannedDrafts:
+    """``source`` as it drafts for sequences that run under ``target``, which is resolved: resident, with room for all
+    of them, and with weights of the dtype ``numbers``."""
     sequences = target.batch_size
     policy = Policy(
         model=str(source.directory),
@@ -94,6 +96,7 @@ def plan_drafts(source: OpenCheckpoint, target: Policy, machine: Machine, speeds
         prompt_micro_batches=1,
         kv_tokens=target.kv_tokens + sequences * target.kv_block_size,
         kv_block_size=target.kv_block_size,
+        weight_dtype=numbers,
         residents="static",
         host_pages="staged",
     )

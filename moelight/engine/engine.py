@@ -247,6 +247,7 @@ class Engine:
             _log.warning("no drafts: %s", reason)
             return None
         if drafts is not None:
+            self._loaded.keeps_hidden = options.speculation == MTP
             kind = PredictionDrafts if options.speculation == MTP else DraftModel
             self._draft_model = kind(drafts, self._machine, lanes=options.lanes, vocab_size=self.profile.vocab_size)
         lookup = NgramDrafts() if options.speculation in (NGRAM, AUTO) else None

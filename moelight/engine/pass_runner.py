@@ -101,6 +101,7 @@ class PassRunner:
         self._policy, self._allocation = policy, Allocation(source.profile, policy, model.dtype)
         self._schedules = ScheduleCache(policy.schedule, model.layout)
         self._experts, self._discrete = experts, machine.discrete
+        self.keeps_hidden = False  # all rows have final hidden states, those of unfinished prompts too
         self._residents = 0  # the version of the residents that the layout describes
         self._streaming, self._position = True, 0  # the last pass was a whole one; position of the page stream
         model.pages.follow(model.layout.streamed, model.layout.computed)
@@ -311,7 +312,7 @@ class PassRunner:
         return MicroBatchShape(
             tokens=load.tokens,
             prefill_only=load.prefill_only,
-            samples=mb.sampled.numel() + mb.targets.numel() + mb.pooled_rows.numel() > 0,
+            samples=self.keeps_hidden or mb.sampled.numel() + mb.targets.numel() + mb.pooled_rows.numel() > 0,
             context=0 if context is None else context.tokens,
             continues=context is not None and load.continues,
             device_tokens=0 if added is None else added.device_count,

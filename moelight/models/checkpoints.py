@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from moelight.core.errors import ConfigError
+from moelight.core.errors import ConfigError, quoted
 from moelight.kernels.products import Workspace
 from moelight.kernels.ranks import Ranks
 from moelight.models.decoder import NativeDecoder
 from moelight.models.graph.decoder import GraphDecoder
-from moelight.models.graph.gguf import GGUF_KIND, config_values_of, graph_checkpoint
+from moelight.models.graph.gguf import GGUF_KIND, config_values_of, graph_checkpoint, prediction_file
 from moelight.models.graph.layers import use_kernels
 from moelight.models.graph.model import GraphModel, config_of, on_meta, read_config
 from moelight.models.graph.prediction import as_prediction, prediction_config, prediction_tensors
@@ -51,6 +51,8 @@ from moelight.weights.torch_dtypes import from_torch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_PREDICTION = " (multi-token prediction)"  # behind the name of a model whose prediction layer is meant
 
 
 def open_model(model: str) -> OpenCheckpoint:
@@ -169,19 +171,41 @@ def _open_graph(directory: Path) -> OpenCheckpoint:
 
 
 def open_prediction(directory: Path) -> OpenCheckpoint:
-    """The layer of multi-token prediction in the checkpoint ``directory``, as a model of one layer; in the place of its
-    embedding is a `PredictionInput`. Raises as `_graph_of`, and ConfigError if there is none that is served."""
+    """The layer of multi-token prediction in the checkpoint ``directory``, or GGUF file, as a model of one layer; in
+    the place of its embedding is a `PredictionInput`. Raises as `_graph_of`, and ConfigError if there is none that is
+    served."""
     if directory.suffix == GGUF:
-        raise ConfigError(f"{directory}: multi-token prediction of GGUF files is not served; use --speculate ngram")
+        return _open_gguf_prediction(directory)
     path, config = directory / "config.json", read_config(directory)
     stored = prediction_tensors(Checkpoint.open(directory), config.get_text_config().num_hidden_layers)
-    module = on_meta(prediction_config(config))
-    as_prediction(module)
-    model = GraphModel(module)
-    checkpoint = plain_matrices(experts_one_by_one(stored), from_torch(module.dtype).name)
-    text, name = path.read_text(encoding="utf-8"), f"{directory.resolve().name} (multi-token prediction)"
+    model = _prediction_graph(config)
+    checkpoint = plain_matrices(experts_one_by_one(stored), from_torch(model.module.dtype).name)
+    text, name = path.read_text(encoding="utf-8"), f"{directory.resolve().name}{_PREDICTION}"
     opened, _ = _graph_of(config, model, checkpoint, text, name, path)
     return _as_quantised(opened, model, path)
+
+
+def _prediction_graph(config: PretrainedConfig) -> GraphModel:
+    module = on_meta(prediction_config(config))
+    as_prediction(module)
+    return GraphModel(module)
+
+
+def _open_gguf_prediction(path: Path) -> OpenCheckpoint:
+    contents = read_gguf(path)
+    name, row = architecture_of(contents)
+    if not isinstance(row, GraphArchitecture):
+        raise ConfigError(
+            f"{path}: multi-token prediction of general.architecture {quoted(name)} is not served; use --speculate "
+            "ngram, or a --draft-model"
+        )
+    values = config_values_of(contents, name, row)
+    config = config_of(values, where=str(path))
+    model = _prediction_graph(config)
+    file, row = prediction_file(contents, name, row, config.get_text_config().num_hidden_layers)
+    checkpoint = graph_checkpoint(file, name, row, model)
+    opened, weights = _graph_of(config, model, checkpoint, json.dumps(values), f"{path.stem}{_PREDICTION}", path)
+    return replace(opened, profile=with_stored_weights(opened.profile, weights, GGUF_KIND))
 
 
 def _as_quantised(opened: OpenCheckpoint, model: GraphModel, path: Path) -> OpenCheckpoint:

@@ -47,7 +47,7 @@ def write_file(name: str, directory: Path, path: Path, rounds: str = "", unpacks
     header, architecture = HEADERS[name], architectures.architecture(name)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in header["keys"].items():
-        getattr(writer, _TYPES[type(value)])(f"{architecture}.{key}", value)
+        add_value(writer, f"{architecture}.{key}", value)
     write_vocabulary(writer, directory)
     tensors = checkpoint_tensors(name, directory)
     for tensor, shape in header["tensors"].items():
@@ -69,6 +69,11 @@ def write_file(name: str, directory: Path, path: Path, rounds: str = "", unpacks
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add ``value`` as the type that it has in JSON."""
+    getattr(writer, _TYPES[type(value)])(key, value)
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, directory: Path) -> None:

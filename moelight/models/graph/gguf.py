@@ -40,6 +40,22 @@ from moelight.weights.tensor_info import TRANSPOSED
 GGUF_KIND = "GGUF"
 _BLOCK = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>.+)")
 _EXPERTS = re.compile(r"ffn_(?P<matrix>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
+# Of a layer that predicts further tokens: what takes the place of the model's, and the parameters of its input.
+_INSTEAD = MappingProxyType(
+    {
+        "nextn.embed_tokens.weight": "token_embd.weight",
+        "nextn.shared_head_norm.weight": "output_norm.weight",
+        "nextn.shared_head_head.weight": "output.weight",
+    }
+)
+_INPUT = MappingProxyType(
+    {
+        "token_embd.weight": "model.embed_tokens.embedding.weight",
+        "nextn.enorm.weight": "model.embed_tokens.enorm.weight",
+        "nextn.hnorm.weight": "model.embed_tokens.hnorm.weight",
+        "nextn.eh_proj.weight": "model.embed_tokens.eh_proj.weight",
+    }
+)
 _OF_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SHARE = "partial_rotary_factor"
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -108,6 +124,25 @@ def graph_checkpoint(file: GGUFFile, name: str, row: GraphArchitecture, model: G
             infos[info.name] = info
     infos |= {info.name: info for info in names.of_metadata()}
     return Checkpoint(directory=file.path, listing=file.path, tensors=MappingProxyType(infos), ignored=tuple(ignored))
+
+
+def prediction_file(
+    file: GGUFFile, name: str, row: GraphArchitecture, layer: int
+) -> tuple[GGUFFile, GraphArchitecture]:
+    """Block ``layer`` of ``file``, which predicts further tokens, as the file of a model of one layer with a
+    `prediction.PredictionInput`, and how its tensors are named. Raises ConfigError if there is no such block."""
+    block = f"blk.{layer}."
+    within = {part.removeprefix(block): tensor for part, tensor in file.tensors.items() if part.startswith(block)}
+    if "nextn.eh_proj.weight" not in within:
+        raise ConfigError(
+            f"{file.path}: no tensor {block}nextn.eh_proj.weight, so there is no multi-token prediction that is "
+            "served; use --speculate ngram, or a --draft-model"
+        )
+    tensors = {part: tensor for part, tensor in file.tensors.items() if not part.startswith("blk.")}
+    tensors |= {_INSTEAD.get(part, f"blk.0.{part}"): tensor for part, tensor in within.items()}
+    metadata = {**file.metadata, f"{name}.block_count": 1, f"{name}.nextn_predict_layers": 0}
+    named = {part: replace(tensor, name=part) for part, tensor in tensors.items()}
+    return replace(file, metadata=metadata, tensors=named), replace(row, renamed={**row.renamed, **_INPUT})
 
 
 def profile_of_file(path: Path) -> ModelProfile:
