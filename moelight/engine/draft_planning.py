@@ -75,7 +75,7 @@ def choose_drafts(
     if predicts and machine.discrete:
         raise ConfigError("--speculate mtp is served on a CPU alone; use --device cpu, or --speculate ngram")
     source = open_prediction(target.directory) if predicts else open_draft_model(name, target)
-    drafts = plan_drafts(source, policy, machine, speeds, numbers=policy.weight_dtype if predicts else "auto")
+    drafts = plan_drafts(source, policy, machine, speeds, dtype_name=policy.weight_dtype if predicts else "auto")
     if options.speculation != AUTO:
         return drafts, None
     dtype = weight_dtype(policy, target, machine)
@@ -83,10 +83,10 @@ def choose_drafts(
 
 
 def plan_drafts(
-    source: OpenCheckpoint, target: Policy, machine: Machine, speeds: Speeds, *, numbers: str = "auto"
+    source: OpenCheckpoint, target: Policy, machine: Machine, speeds: Speeds, *, dtype_name: str = "auto"
 ) -> PlannedDrafts:
     """``source`` as it drafts for sequences that run under ``target``, which is resolved: resident, with room for all
-    of them, and with weights of the dtype ``numbers``."""
+    of them, and with weights of ``dtype_name``."""
     sequences = target.batch_size
     policy = Policy(
         model=str(source.directory),
@@ -96,7 +96,7 @@ def plan_drafts(
         prompt_micro_batches=1,
         kv_tokens=target.kv_tokens + sequences * target.kv_block_size,
         kv_block_size=target.kv_block_size,
-        weight_dtype=numbers,
+        weight_dtype=dtype_name,
         residents="static",
         host_pages="staged",
     )

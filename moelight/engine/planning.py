@@ -76,8 +76,8 @@ def plan_for(name: str, source: OpenCheckpoint, machine: Machine, options: Engin
     except BudgetError as error:  # the draft model may take less beside the smallest plan
         tier, reason = error.tier, error
     least = _plan_within({**left, tier: reason.needed_bytes}, name, source, machine, options, workload)
-    numbers, speeds = drafts.policy.weight_dtype, speeds_for(least, discrete=machine.discrete)
-    beside = plan_drafts(drafts.source, least.policy, machine, speeds, numbers=numbers)
+    dtype_name, speeds = drafts.policy.weight_dtype, speeds_for(least, discrete=machine.discrete)
+    beside = plan_drafts(drafts.source, least.policy, machine, speeds, dtype_name=dtype_name)
     need = reason.needed_bytes + beside.bytes_on(tier)
     if need <= limits[tier]:
         return least
