@@ -106,6 +106,7 @@ def test_more_dimensions_than_the_model_has_are_refused_before_it_is_loaded(tmp_
         run_job(how)
 
 
+@pytest.mark.thorough
 def test_a_resumed_job_has_its_pooling(tmp_path: Path) -> None:
     path, out = prompts(tmp_path, *ROWS), tmp_path / "out.jsonl"
     pooling = PoolingParams(dimensions=4)
@@ -141,6 +142,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "dimensions" in shown.stdout + shown.stderr
 
 
+@pytest.mark.thorough
 def test_a_batch_of_embeddings_beside_completions(tmp_path: Path) -> None:
     """Each with its dimensions; one that the model does not have is an error row."""
 

@@ -83,6 +83,7 @@ def test_a_resumed_job_has_its_fields(tmp_path: Path) -> None:
         run_job(JobOptions(**how, sampling=SamplingParams(max_tokens=2, return_routed_experts=True)))
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path: Path) -> None:
     path = prompts(tmp_path, {"prompt": PROMPT})
     result = moelight_inside("generate", path, "--max-tokens", "3", "--return-routed-experts", "--per-request-metrics")

@@ -179,6 +179,7 @@ def test_a_row_at_which_the_process_died_twice_is_an_error_row(tmp_path: Path) -
     assert names(tmp_path) == ["in.jsonl", "out", "out.journal"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forked")
 def test_a_batch_with_a_row_that_ends_its_process_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOELIGHT_FAULT", "row_1:1:kill")  # of the jobs' processes; this one has read it

@@ -174,6 +174,7 @@ def test_batch_lines_are_not_scored(tmp_path: Path) -> None:
         open_input(prompts(tmp_path, line), RowContext(task=SCORE))
 
 
+@pytest.mark.thorough
 def test_a_resumed_job_has_its_task(tmp_path: Path) -> None:
     path, out = prompts(tmp_path, *ROWS), tmp_path / "out.jsonl"
     how: dict[str, Any] = {"prompts": path, "output": out, "choices": FALLBACK, "sampling": PROMPT_ONLY}

@@ -88,6 +88,7 @@ def test_openai_rows_keep_the_answer_beside_the_error(tmp_path: Path) -> None:
     assert refused["response"]["status_code"] == 400 and "#: uniqueItems" in refused["error"]["message"]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_job_decides_where_a_row_does_not(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"

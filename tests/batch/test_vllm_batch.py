@@ -85,6 +85,7 @@ def outcome(row: dict[str, Any]) -> tuple[str, int] | str:
     return str(body["choices"][0]["finish_reason"]), int(body["usage"]["completion_tokens"])
 
 
+@pytest.mark.thorough
 def test_every_line_becomes_what_is_expected(lines: dict[int, dict[str, Any]]) -> None:
     assert {number: outcome(row) for number, row in lines.items()} == EXPECTED
 

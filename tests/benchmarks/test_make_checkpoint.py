@@ -179,6 +179,7 @@ def test_weights_that_are_there_are_never_overwritten(maker: ModuleType, tmp_pat
     assert digest(tmp_path) == before
 
 
+@pytest.mark.thorough
 def test_the_command_line_ends_with_json(tmp_path: Path) -> None:
     sizes = [text for key, value in TINY.items() for text in (f"--{key.replace('_', '-')}", str(value))]
     run = [sys.executable, str(SCRIPT), str(tmp_path / "out"), "--model"]

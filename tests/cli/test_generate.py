@@ -126,6 +126,7 @@ def test_the_same_tokens_from_a_crowded_machine(plain: list[dict[str, Any]]) -> 
     assert read_rows(done.stdout) == plain
 
 
+@pytest.mark.thorough
 def test_the_same_tokens_under_the_least_memory(plain: list[dict[str, Any]]) -> None:
     refused = run("generate", EXAMPLES, "--host-memory", "1MiB", "--batch-size", "4")
     assert refused.returncode == 2

@@ -254,6 +254,7 @@ def test_a_whole_process_prints_the_table() -> None:
 OFFERED = ("--hw", "cpu-avx2,2xt4,laptop-nvme", *SMALL[2:], "--host-memory", "2GiB", *ONE_ORDER)
 
 
+@pytest.mark.thorough
 def test_machines_beside_each_other(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     prices = tmp_path / "prices.yaml"
@@ -359,6 +360,7 @@ def test_a_plan_fits_the_terminal_and_says_everything(width: int) -> None:
     assert "disk" not in words
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("unproved")
 def test_a_plan_uses_what_is_allowed_and_nothing_else() -> None:
     question = ("--hw", "t4", "--model", "mixtral", *ONE_ORDER)
@@ -387,6 +389,7 @@ def test_what_is_allowed_is_said_once(options: tuple[str, ...], message: str) ->
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("unproved")
 def test_the_measured_quality_is_beside_the_speed(tmp_path: Path) -> None:
     for file in ("config.json", "generation_config.json"):

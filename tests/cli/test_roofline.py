@@ -94,6 +94,7 @@ def test_a_model_from_its_config_alone(tmp_path: Path) -> None:
     assert answer("inspect", tmp_path)["parameters"] == answer("inspect", "demo")["parameters"]
 
 
+@pytest.mark.thorough
 def test_what_memory_a_machine_would_need(tmp_path: Path) -> None:
     result = answer("inspect", "demo", "--hw", "t4", *WORK)["memory"]
     for tier in ("device", "host"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import typer.main
 
 from moelight.cli.main import COMMANDS, app
@@ -92,5 +93,6 @@ def test_planning_and_reporting_need_no_torch(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_refused_job_does_not_wait_for_torch(tmp_path: Path) -> None:
     check_without_torch(["generate", str(tmp_path / "none.jsonl")], code=2)

@@ -56,6 +56,7 @@ def test_a_job_needs_no_folder_beside_its_own(tmp_path: Path) -> None:
     assert read_rows(out.read_text())[0]["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.thorough
 def test_a_refusal_keeps_its_exit_code(tmp_path: Path) -> None:
     refused = ("generate", tmp_path / "none", "-o", tmp_path / "out")
     assert run("null closed null", *refused) == run("closed closed closed", *refused) == 2

@@ -43,6 +43,7 @@ def test_there_and_back_is_the_same_checkpoint(name: str, tmp_path: Path) -> Non
     assert ours.eos_token_ids == theirs.eos_token_ids
 
 
+@pytest.mark.thorough
 def test_the_command_writes_the_numbers_of_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, file, out = tmp_path / "source", tmp_path / "file.gguf", tmp_path / "out"
     source.mkdir()

@@ -64,5 +64,6 @@ def test_the_folder_is_small() -> None:
     assert sum(file.stat().st_size for file in DEMO.iterdir() if file.is_file()) <= 6e6
 
 
+@pytest.mark.thorough
 def test_keys_and_values_in_int8_give_the_same_answers(tmp_path: Path, answers: dict[str, str]) -> None:
     assert _answers(tmp_path, _problems(), "--kv-dtype", "int8") == answers

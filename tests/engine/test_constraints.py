@@ -291,6 +291,7 @@ def test_choices_are_what_a_grammar_of_them_would_be() -> None:
     constraints.close()
 
 
+@pytest.mark.thorough
 def test_of_very_many_choices_one_is_answered(answer: Answer) -> None:
     """The same one where the others are far behind."""
     many = [f"option {n:05d}" for n in range(10_000)]

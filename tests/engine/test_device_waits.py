@@ -40,7 +40,7 @@ from moelight.runtime.lanes import Outcome
 from moelight.runtime.on_demand import PassPages
 from moelight.runtime.ops import Operations
 from moelight.scheduler import SCHEDULES
-from tests.cases import covering, thorough
+from tests.cases import thorough
 from tests.engines import Tiny
 
 READS = ("tolist", "numpy", "cpu", "__array__")
@@ -201,7 +201,7 @@ def policy_of(model: Path, schedule: str, homes: str, **changes: Any) -> Policy:
     )
 
 
-@pytest.mark.parametrize(("schedule", "homes"), thorough(CASES, but=[*covering(CASES), *RUN]))
+@pytest.mark.parametrize(("schedule", "homes"), thorough(CASES, but=RUN))
 def test_no_task_of_a_device_waits_for_it(
     model: Path, truth: list[tuple[int, ...]], waits: Waits, schedule: str, homes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from moelight.kernels.reads import ReadTicket
 from moelight.models.decoder import NativeDecoder
 from moelight.runtime.machine import LANE_KINDS
 from moelight.weights.load import PageRead, PageReader
+from tests.cases import thorough
 from tests.engines import Tiny
 from tests.process import descriptors
 
@@ -57,7 +58,7 @@ def model(tiny: Tiny, tmp_path: Path) -> Path:
     return shutil.copytree(tiny("mixtral"), tmp_path / "model")
 
 
-@pytest.mark.parametrize("lanes", LANE_KINDS)
+@pytest.mark.parametrize("lanes", thorough(LANE_KINDS, but=["auto"]))
 @pytest.mark.parametrize("device", ["cpu", "twin"])
 def test_a_file_that_ends_early_while_running(model: Path, device: str, lanes: str) -> None:
     engine = Engine(policy(model, "gpu" if device == "twin" else "cpu"), device=device, lanes=lanes)

@@ -259,7 +259,7 @@ def test_in_the_least_memory_every_pass_moves_what_the_plan_says(
 
 
 @pytest.mark.parametrize("schedule", ON_DEMAND_SCHEDULES)
-@pytest.mark.parametrize("devices", ["cpu", "twin"])
+@pytest.mark.parametrize("devices", thorough(["cpu", "twin"], but=["twin"]))
 def test_a_token_alone_brings_its_own_experts(
     model: Path, devices: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_recurrent_model_shares_no_prefix(checkpoints: Any) -> None:
     assert len({tuple(item.token_ids) for item in result}) == 1
 
 
+@pytest.mark.thorough
 def test_routers_of_a_graph_predict(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are the same, and pages were fetched ahead; where routers cannot be asked, that is refused."""
     monkeypatch.setattr(predict, "SURE", 0.0)

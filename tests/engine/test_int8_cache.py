@@ -19,6 +19,7 @@ from moelight.core.policy import Policy, Shares
 from moelight.core.request import Completion, SamplingParams
 from moelight.engine.engine import Engine
 from moelight.hrm.footprint import footprint, kv_block_bytes
+from tests.cases import thorough
 from tests.engine.graphs import ORDERS as GRAPH_ORDERS
 from tests.engine.graphs import tokens as graph_tokens
 from tests.engines import Tiny, forced
@@ -86,7 +87,7 @@ def test_prompts_read_the_blocks_of_a_common_prefix(mixtral: Path) -> None:
     assert [item.cached_tokens for item in result[:3]] == [0, 0, 48]
 
 
-@pytest.mark.parametrize("device", ["cpu", "twin", "twin:fp16"])
+@pytest.mark.parametrize("device", thorough(["cpu", "twin", "twin:fp16"], but=["cpu", "twin:fp16"]))
 def test_logits_are_near_those_of_a_cache_that_is_not_quantised(device: str, tiny: Tiny) -> None:
     """Of a checkpoint in bfloat16, behind prompts and behind every later token; and not equal to them."""
     model = tiny("mixtral", dtype="bfloat16", num_experts_per_tok=6, **SHAPE)  # all experts: routers cannot differ
@@ -144,6 +145,7 @@ def job(folder: Path, **options: Any) -> JobOptions:
     return JobOptions(prompts=prompts, output=folder / "out.jsonl", device="cpu", **options)
 
 
+@pytest.mark.thorough
 def test_a_job_is_not_continued_in_another_format(tmp_path: Path) -> None:
     assert run_job(job(tmp_path, kv_dtype="int8")).completed == 2
     with pytest.raises(InputError, match=r'numbers\.kv_dtype: was "int8", is "auto"'):

@@ -87,7 +87,7 @@ def test_a_file_keeps_embeddings_and_head_too(tmp_path: Path) -> None:
             assert torch.equal(stacked_rows(matrix, places, out), dense_values(matrix[0], torch.bfloat16)[places])
 
 
-@pytest.mark.parametrize("device", ["cpu", "twin"])
+@pytest.mark.parametrize("device", thorough(["cpu", "twin"], but=["twin"]))
 def test_beside_a_device_they_become_numbers(device: str, tiny: Tiny, tmp_path: Path) -> None:
     quantised, _ = quantise(tiny("mixtral", intermediate_size=96, **SHAPE), tmp_path, METHODS["int4"])
     opened = open_model(str(quantised)).profile

@@ -131,6 +131,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
         Tokenizer.from_dir(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_as_published_has_the_tokens_of_its_family(tmp_path: Path) -> None:
     directory, expected = made(tmp_path, "deepseek_v3", vocabulary=256 + LEARNT + 256)
     (directory / "tokenizer.json").unlink()

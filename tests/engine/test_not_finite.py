@@ -111,7 +111,7 @@ def test_it_is_logged_once(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCapture
     assert [record.getMessage()[:36] for record in caplog.records] == ["the model's logits are not finite: i"]
 
 
-@pytest.mark.parametrize("openai", [False, True])
+@pytest.mark.parametrize("openai", thorough([False, True], but=[True]))
 def test_a_job_writes_error_rows_and_says_so(openai: bool, tiny: Tiny, tmp_path: Path) -> None:
     model = damaged(tiny("mixtral"), tmp_path / "model", "model.embed_tokens.weight", math.nan, row=56)
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"

@@ -123,6 +123,7 @@ def test_fp8_codes_without_their_scale_are_refused(mixtral: Path, tmp_path: Path
         open_model(str(quantised))
 
 
+@pytest.mark.thorough
 def test_scales_of_activations_and_cache_are_not_read(
     mixtral: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,6 +280,7 @@ def as_packed_int8(weight: Tensor) -> dict[str, Tensor]:
     return {f".{suffix}": part.contiguous() for suffix, part in parts.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "others"),
     [
@@ -338,6 +340,7 @@ def renamed(block: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("block", "method", "rules"),
     [
@@ -520,6 +523,7 @@ def test_a_stack_by_columns_in_fp8_blocks(weights: Shares, by_columns: tuple[Pat
     assert tokens(quantised, weights=weights) == wanted
 
 
+@pytest.mark.thorough
 def test_a_stack_by_columns_in_floats(by_columns: tuple[Path, list[list[int]]]) -> None:
     values = by_columns[0].parent.parent / "numbers" / "copy"
     assert open_model(str(values)).weight_map.experts.dtype is not None

@@ -75,7 +75,8 @@ def test_tokens_are_those_of_the_numbers(name: str, mixtral: Path, tmp_path: Pat
     assert tokens(quantised, weights=STREAMED) == wanted
 
 
-@pytest.mark.parametrize("name", thorough(["gptq int4", "fp8 blocks"], but=["gptq int4"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["gptq int4", "fp8 blocks"])
 def test_the_dtype_that_is_asked_for_is_that_of_the_computation(name: str, tiny: Tiny, tmp_path: Path) -> None:
     """Over a checkpoint in bfloat16: in float32 nothing is rounded."""
     source = tiny("mixtral", intermediate_size=96, dtype="bfloat16", **SHAPE)
@@ -133,6 +134,7 @@ def test_a_config_that_denies_an_order_is_refused_by_tensor(mixtral: Path, tmp_p
     assert tokens(quantised, "twin", **beside) == tokens(values, "twin", **beside)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough(BY_ROWS, but=["awq"]))
 def test_both_processors_read_turned_pages(name: str, mixtral: Path, tmp_path: Path) -> None:
     quantised, values = quantise(mixtral, tmp_path, METHODS[name])
@@ -190,6 +192,7 @@ def by_use(mixtral: Path, tmp_path: Path) -> Pair:
     return quantise(mixtral, tmp_path, replace(method, config=method.config | {"ignore": [*IGNORED, *retained]}))
 
 
+@pytest.mark.thorough
 def test_experts_of_a_layer_may_be_stored_in_different_formats(by_use: Pair) -> None:
     quantised, values = by_use
     opened = open_model(str(quantised))
@@ -387,6 +390,7 @@ def test_a_method_that_is_not_known_is_refused(mixtral: Path, tmp_path: Path) ->
         open_model(str(path.parent))
 
 
+@pytest.mark.thorough
 def test_commands_run_what_convert_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The bundled model in 4 bits answers, and stays near itself."""
     rounded, out, prompts = tmp_path / "rounded", tmp_path / "out.jsonl", tmp_path / "prompts.jsonl"

@@ -202,6 +202,7 @@ def test_sampled_texts_follow_the_seed_of_the_harness(mixtral: MoELightLM) -> No
     assert len(set(result[0])) > 1, "repeats of one question differ"
 
 
+@pytest.mark.thorough
 def test_each_answer_is_kept_as_it_comes(mixtral: MoELightLM) -> None:
     retained: list[tuple[str, Any, Any]] = []
     mixtral.set_cache_hook(SimpleNamespace(add_partial=lambda *item: retained.append(item)))
@@ -217,6 +218,7 @@ def test_each_answer_is_kept_as_it_comes(mixtral: MoELightLM) -> None:
     assert how == {"max_gen_toks": 4, "until": ["q"]}
 
 
+@pytest.mark.thorough
 def test_a_plan_serves_as_long_as_it_has_room(checkpoints: dict[str, Path]) -> None:
     ours = MoELightLM(str(checkpoints["demo"]), host_memory="1GiB")
     short, long = asked(("add 1 and 2 =", " 3")), asked((LONG * 3, " 3"))

@@ -56,6 +56,7 @@ def test_the_slowest_and_fastest_machines_are_planned_for(which: int, gpu: float
     assert 0 < plan.estimate.tokens_per_s < 1e12
 
 
+@pytest.mark.thorough
 def test_the_most_gpus_and_the_most_requests_are_planned_for_or_refused() -> None:
     model, work = load_model_profile("mixtral"), load_workload("mtbench")
     plan = make_plan(

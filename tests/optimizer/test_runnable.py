@@ -156,6 +156,7 @@ def test_one_of_several_gpus_can_be_asked_for(tmp_path: Path) -> None:
             optimize(machine, model, WORK, fix={"gpus": 4})
 
 
+@pytest.mark.thorough
 def test_of_several_gpus_one_is_planned_for(tmp_path: Path) -> None:
     machine, path = two_gpus(tmp_path)
     unit = machine.processor("gpu")

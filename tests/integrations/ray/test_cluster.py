@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -31,7 +32,8 @@ from tests.batch.playing import Heard
 from tests.integrations.ray.node import HEAD, NODE, patience
 from tests.integrations.ray.test_job import PROMPT_TASKS, assert_rows_of_prompts, prompt_rows
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'moelight[ray]'")
+if importlib.util.find_spec("ray") is None:  # which takes seconds to import
+    pytest.skip("ray is not installed: pip install 'moelight[ray]'", allow_module_level=True)
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # Ray's own
 
 SMALL = LeaseSizes(ahead_s=0.3, least_s=0.05)

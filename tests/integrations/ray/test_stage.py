@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from moelight.core.errors import ConfigError, MoelightError
 from moelight.integrations.ray import ERROR, EngineStage, _Postprocess, build_processor
 from tests.integrations.ray.playing import EchoEngine, EchoWorker
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'moelight[ray]'")
+if importlib.util.find_spec("ray") is None:  # which takes seconds to import
+    pytest.skip("ray is not installed: pip install 'moelight[ray]'", allow_module_level=True)
 
 
 def stage(**engine: Any) -> tuple[EngineStage, EchoEngine]:

@@ -180,6 +180,7 @@ def test_buffers_that_no_checkpoint_holds_are_transformers_own(model_type: str) 
     assert_buffers(model_type)
 
 
+@pytest.mark.thorough
 def test_the_self_test_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("mixtral", sliding_window=4096)
     serve = self_test.serve_attention

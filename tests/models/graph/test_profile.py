@@ -153,6 +153,7 @@ def test_layers_keep_what_their_mixers_keep() -> None:
     assert costs.state_bytes(opaque)[1] > 0
 
 
+@pytest.mark.thorough
 def test_a_directory_of_any_family_is_planned_for(tmp_path: Path) -> None:
     from moelight.engine.api import optimize, simulate
 
