@@ -213,12 +213,15 @@ class Ranks:
                 return
             flat = partial.view(-1)
             for first, chunk in self._sums.exchanged(flat.view(torch.uint8)):
-                terms = chunk.view(partial.dtype).unbind()
+                terms, begin = chunk.view(partial.dtype).unbind(), first // partial.itemsize
+                target = flat[begin : begin + len(terms[0])]
+                if self.count == 2:
+                    target += terms[1 - self.rank]
+                    continue
                 total = terms[0].float() + terms[1]
                 for term in terms[2:]:
                     total += term
-                begin = first // partial.itemsize
-                flat[begin : begin + len(total)] = total
+                target[:] = total
 
     def join_columns(self, part: Tensor) -> Tensor:
         """part [T, C], the columns that this rank has -> [T, C x count], those of all ranks in order."""
