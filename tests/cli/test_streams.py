@@ -29,6 +29,7 @@ def run_by_a_shell(streams: str, *arguments: str | Path) -> int:
     return subprocess.run(shell, cwd=ROOT, capture_output=True, check=False).returncode
 
 
+@pytest.mark.thorough
 def test_a_job_needs_no_standard_streams(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "add 1 and 2 ="}, "{", {"prompt": "add 3 and 4 ="})
     out = tmp_path / "out.jsonl"

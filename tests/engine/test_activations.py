@@ -67,6 +67,7 @@ def test_graphs_with_stacks_in_mxfp4_take_them(checkpoints: Any, tmp_path: Path)
     assert tokens(quantised, weights=RESIDENT, activations="int8", schedule="serial") == wanted
 
 
+@pytest.mark.thorough
 @native_kernels
 def test_commands_ask_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The bundled model in 8 bits: the plan and every row say so, a job keeps to it, and predictions stay near."""

@@ -119,7 +119,7 @@ def test_choosing_apart_and_scoring_read_nothing_back(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lanes", "temperature"),
-    thorough([("auto", 0.0), ("threads", 0.9), ("inline", 0.9)], but=[("auto", 0.0), ("inline", 0.9)]),
+    thorough([("auto", 0.0), ("threads", 0.9), ("inline", 0.9)], but=[("auto", 0.0)]),
 )
 def test_who_ends_early_rides_once_more_for_nothing(model: Path, lanes: str, temperature: float) -> None:
     """By the end-of-sequence token or by a stop text: the same answers as where tokens are seen at once."""
@@ -162,7 +162,7 @@ def test_one_wasted_pass_at_the_end_where_all_stop_at_once(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("device", "lanes"),
-    thorough(product(["cpu", "twin"], ["auto", "threads"]), but=[("cpu", "threads"), ("twin", "auto")]),
+    thorough(product(["cpu", "twin"], ["auto", "threads"]), but=[("twin", "auto")]),
 )
 def test_leaving_in_the_middle_leaves_an_engine_that_works(model: Path, device: str, lanes: str) -> None:
     """The pass that was launched ahead is waited for; its pages, blocks and places are nobody's."""

@@ -90,7 +90,7 @@ def test_shuffled(model: Path, one_by_one: Ids) -> None:
     assert result == [one_by_one[at] for at in order]
 
 
-@pytest.mark.parametrize(("tokens", "block_size", "model"), thorough(CUTS, but=covering(CUTS)[:2]), indirect=["model"])
+@pytest.mark.parametrize(("tokens", "block_size", "model"), thorough(CUTS, but=covering(CUTS)[:1]), indirect=["model"])
 def test_prompts_cut_anywhere(model: Path, one_by_one: Ids, tokens: int, block_size: int) -> None:
     cut = policy(model, batch_size=9, micro_batch_size=4, micro_batch_tokens=tokens, kv_block_size=block_size)
     with Engine(cut, device="cpu") as engine:

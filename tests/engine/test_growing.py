@@ -304,7 +304,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", thorough(WAYS, but=["static", "twin"]))
+@pytest.mark.parametrize("way", thorough(WAYS, but=["twin"]))
 def test_answers_are_those_of_a_cache_in_which_nothing_is_suspended(
     model: Path, wanted: list[Completion], way: str
 ) -> None:

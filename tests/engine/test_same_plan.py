@@ -28,7 +28,7 @@ from moelight.weights.tensor_map import OpenCheckpoint
 
 RUNNABLE = [name for name in profile_names("model") if not not_computed(load_model_profile(name))]
 PAIRS = [
-    pytest.param(*pair, marks=[] if number % 9 == 0 else pytest.mark.thorough)
+    pytest.param(*pair, marks=[] if number % 18 == 0 else pytest.mark.thorough)
     for number, pair in enumerate(zip(profile_names("hardware"), cycle(RUNNABLE), strict=False))
 ]
 

@@ -131,9 +131,7 @@ def test_on_demand_passes_give_the_same_tokens(
     check(policy, SAMPLED, drafted)
 
 
-@pytest.mark.parametrize(
-    "devices", thorough(["cpu", "gpu", "gpu-attention", "gpu-cache-both"], but=["cpu", "gpu-cache-both"])
-)
+@pytest.mark.parametrize("devices", thorough(["cpu", "gpu", "gpu-attention", "gpu-cache-both"], but=["gpu-cache-both"]))
 def test_an_int8_cache_gives_the_same_tokens(tiny: Tiny, devices: str, drafted: Install) -> None:
     shape: dict[str, Any] = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     policy = Policy(model=str(tiny("mixtral", **shape)), kv_dtype="int8", **SIZES, **DEVICES[devices])
@@ -142,7 +140,7 @@ def test_an_int8_cache_gives_the_same_tokens(tiny: Tiny, devices: str, drafted: 
 
 @pytest.mark.parametrize(
     ("dtype", "micro_batch_size"),
-    thorough(product(["float32", "bfloat16"], [3, 5]), but=[("float32", 3), ("bfloat16", 5)]),
+    thorough(product(["float32", "bfloat16"], [3, 5]), but=[("bfloat16", 5)]),
 )
 def test_on_the_cpu_drafts_change_no_bit(tiny: Tiny, dtype: str, micro_batch_size: int, drafted: Install) -> None:
     """Every row of a sequence attends by itself, so log-probabilities are equal too."""

@@ -70,7 +70,7 @@ def test_a_plan_fits_and_no_policy_is_much_faster(hardware: str, model: str) -> 
             ("schedule", "serial"),
             ("micro_batch_tokens", 512),
         ],
-        but=[("micro_batch_size", 51), ("ffn_device", "gpu"), ("schedule", "serial")],
+        but=[("schedule", "serial")],
     ),
 )
 @pytest.mark.usefixtures("unproved")
