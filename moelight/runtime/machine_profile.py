@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -240,6 +241,7 @@ def _openmp_threads() -> int:
     return int(first) if first.isdecimal() and int(first) > 0 else usable_threads()
 
 
+@cache  # reading the metadata takes longer than opening a small model
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
