@@ -93,9 +93,13 @@ def optimize_command(
         from moelight.cli.plan_view import print_plan
 
         measured = quality_words(quality) if quality else ""
-        print_plan(open_console(), plan, workload_name=question.workload_name, quality=measured)
-        if ranks is not None:
-            open_console().print(ask.ranks_text(ranks), soft_wrap=True)
+        print_plan(
+            open_console(),
+            plan,
+            workload_name=question.workload_name,
+            quality=measured,
+            ranks="" if ranks is None else ask.ranks_text(ranks),
+        )
         if gain is not None:
             open_console().print(ask.draft_text(gain), soft_wrap=True)
 

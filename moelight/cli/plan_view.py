@@ -33,8 +33,9 @@ _LANE_WORDS = {
 }
 
 
-def print_plan(console: Console, plan: Plan, *, workload_name: str, quality: str = "") -> None:
-    """Print ``plan``, on 80 columns or more; ``quality``: what was measured of the model, if anything was."""
+def print_plan(console: Console, plan: Plan, *, workload_name: str, quality: str = "", ranks: str = "") -> None:
+    """Print ``plan``, on 80 columns or more; ``quality``: what was measured of the model, if anything was; ``ranks``:
+    whose plan it is, and what several give."""
     show(
         console,
         _head(plan, workload_name, quality),
@@ -43,6 +44,7 @@ def print_plan(console: Console, plan: Plan, *, workload_name: str, quality: str
         section("memory", memory_view(plan, console.width)),
         section("what would help most", _what_if(plan)) if plan.what_if else None,
         section("why", text(plan.why)),
+        section("ranks", text(ranks)) if ranks else None,
     )
 
 

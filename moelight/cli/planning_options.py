@@ -112,15 +112,12 @@ def draft_text(gain: DraftGain) -> str:
 def ranks_text(ranks: RanksPlan) -> str:
     """Return one line about the ranks of the plan, and one about what several give."""
     if (gain := ranks.gain) is None:
-        return "1 rank: there is one GPU or NUMA node, or several ranks do not fit the memory"
-    first = (
-        "1 rank: several would not be faster" if ranks.ranks == 1 else f"the plan is that of one of {ranks.ranks} ranks"
-    )
+        return "one rank: there is one GPU or NUMA node, or several ranks do not fit the memory"
+    first = "one rank: several would not be faster" if ranks.ranks == 1 else f"the plan of one of {ranks.ranks}"
     beside = "of a model that does not fit one process" if gain.gain is None else f"{gain.gain:.2f} x one process"
-    return (
-        f"{first}\n{gain.ranks} ranks: {rate_or_count(gain.tokens_per_s)} tokens/s, {beside}; they exchange for "
-        f"{seconds_text(gain.exchange_s)} of a decode pass, {share_text(gain.exchange_s / gain.pass_s)}"
-    )
+    exchange = f"{seconds_text(gain.exchange_s)} of a decode pass, {share_text(gain.exchange_s / gain.pass_s)}"
+    rate = rate_or_count(gain.tokens_per_s)
+    return f"{first}\n{gain.ranks} give {rate} tokens/s, {beside}; they exchange for {exchange}"
 
 
 def count_nodes(hw: str) -> int:

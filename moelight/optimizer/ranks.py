@@ -81,7 +81,8 @@ def plan_ranks(
     options, gpu = options or PlanOptions(), hardware.processor("gpu")
     count = (nodes if gpu is None else gpu.count) if asked == AUTO else parse_ranks(asked)
     if gpu is not None and count > gpu.count:
-        raise ConfigError(f"--tp {count}: the machine {hardware.name} has {gpu.count:,} GPUs, and a rank needs one")
+        present = "one GPU" if gpu.count == 1 else f"{gpu.count:,} GPUs"
+        raise ConfigError(f"--tp {count}: the machine {hardware.name} has {present}; a rank needs one of its own")
     if "gpus" in options.fix:
         raise ConfigError(f"--tp {asked} and --fix gpus={options.fix['gpus']}: a rank has one GPU; leave gpus out")
     if options.estimator != ESTIMATORS[0]:

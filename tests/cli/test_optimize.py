@@ -165,15 +165,15 @@ def test_ranks_are_planned_with_their_exchanges() -> None:
     assert cores["ranks"] == 2 and cores["several"]["gain"] < 1
     assert cores["memory"]["host"]["capacity_bytes"] < plan(*SMALL, *ONE_ORDER)["memory"]["host"]["capacity_bytes"]
     shown = run("optimize", *SMALL, "--tp", "auto", *ONE_ORDER).stdout
-    assert "1 rank: there is one GPU or NUMA node" in shown
+    assert "one rank: there is one GPU or NUMA node" in shown
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_one_process_is_chosen_where_ranks_do_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning_options, "count_nodes", lambda _: 2)
-    result = run("optimize", *SMALL, "--tp", "auto", *ONE_ORDER).stdout
-    assert "1 rank: several would not be faster" in result
-    assert re.search(r"2 ranks: [\d.,]+ tokens/s, 0\.\d\d x one process; they exchange for .* of a decode pass", result)
+    result = " ".join(run("optimize", *SMALL, "--tp", "auto", *ONE_ORDER).stdout.split())
+    assert "one rank: several would not be faster" in result
+    assert re.search(r"2 give [\d.,]+ tokens/s, 0\.\d\d x one process; they exchange for .* of a decode pass", result)
 
 
 # What is wrong: the arguments, and words the line must hold.
@@ -220,7 +220,7 @@ REFUSED = {
     "two things on stdout": ("--hw cpu-avx2 --model demo --json -o -", ["--json", "--output -"]),
     "ranks of machines": ("--hw t4,l4 --model demo --tp 2", ["--tp 2", "one machine"]),
     "no number of ranks": ("--hw cpu-avx2 --model demo --tp two", ["auto", "from 1 to 64", "two"]),
-    "more ranks than GPUs": ("--hw t4 --model demo --tp 2", ["--tp 2", "t4", "1 GPU"]),
+    "more ranks than GPUs": ("--hw t4 --model demo --tp 2", ["--tp 2", "t4", "one GPU"]),
     "ranks of several GPUs each": ("--hw 2xt4 --model demo --tp 2 --fix gpus=1", ["--tp 2", "gpus=1"]),
     "ranks in the paper": ("--hw 2xt4 --model demo --tp 2 --estimator paper", ["--tp 2", "--estimator"]),
     "an output of machines": ("--hw t4,l4 --model demo -o policy.yaml", ["--output policy.yaml", "one machine"]),
