@@ -5,7 +5,7 @@
   const data = JSON.parse(document.getElementById("trace").textContent);
   const gantt = document.getElementById("gantt"), overview = document.getElementById("overview");
   const tip = document.getElementById("tip"), chooser = document.getElementById("pass");
-  const LABEL = 112, AXIS = 24, ROW = 38, STRIP = 9, end = data.end, lanes = data.lanes;
+  const LABEL = 132, AXIS = 24, ROW = 38, STRIP = 9, end = data.end, lanes = data.lanes;
   const shown = data.passes.filter((pass) => pass.shown);
   const rows = lanes.map(() => []);
   data.bars.lane.forEach((lane, i) => rows[lane].push(i));
