@@ -170,8 +170,8 @@ def test_a_full_cache_leaves_sequences_without_drafts(target: Path, monkeypatch:
     monkeypatch.setattr("moelight.engine.batcher.PrefixCache.find", lambda *_: [])
     planned = plan_drafts
 
-    def small(source: Any, resolved: Policy, *rest: Any) -> Any:
-        return planned(source, replace(resolved, kv_tokens=1, batch_size=3), *rest)
+    def small(source: Any, resolved: Policy, *rest: Any, **named: Any) -> Any:
+        return planned(source, replace(resolved, kv_tokens=1, batch_size=3), *rest, **named)
 
     plain, _ = run(policy)
     monkeypatch.setattr("moelight.engine.draft_planning.plan_drafts", small)
